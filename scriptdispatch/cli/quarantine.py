@@ -1,0 +1,91 @@
+"""`quarantine list|show|replay|delete`: execution-log messages that could not be used."""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from scriptdispatch.cli.screen import Cell, Column
+from scriptdispatch.cli.session import Session, command, wrong
+from scriptdispatch.cli.signs import clean
+from scriptdispatch.cli.times import age, shown
+from scriptdispatch.clock import SystemClock
+
+app = typer.Typer(no_args_is_help=True)
+MessageId = Annotated[str, typer.Argument(metavar="ID", help="As shown by `quarantine list`.")]
+
+
+@command(app, "list")
+def list_messages(
+    session: Session,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
+    cursor: Annotated[str | None, typer.Option("--cursor", help="Go on where the last page ended.")] = None,
+) -> None:
+    """Messages in quarantine, newest first."""
+    page = session.client.quarantine(limit=limit, cursor=cursor)
+    if session.screen.json:
+        session.screen.document(page)
+        return
+    now = SystemClock().now()
+    columns = [Column("ID", flexible=True), Column("REASON"), Column("AGE", right=True), Column("DETAIL", flexible=True)]
+    rows = [
+        [
+            Cell(clean(row["id"]), row["id"]),
+            Cell(clean(row["reason"]), row["reason"], "yellow"),
+            Cell(age(row.get("at"), now), row.get("at")),
+            Cell(clean(row.get("detail") or ""), row.get("detail")),
+        ]
+        for row in page["items"]
+    ]
+    session.screen.table(columns, rows, empty="Nothing is in quarantine.")
+    if page.get("next_cursor"):
+        session.screen.note(f"{len(rows):,} shown, there are more: --cursor {page['next_cursor']}")
+
+
+@command(app, "show")
+def show(session: Session, id: MessageId) -> None:
+    """One message as it came, and why it could not be used."""
+    found = session.client.quarantined(id)
+    if session.screen.json:
+        session.screen.document(found)
+        return
+    session.screen.parts((clean(found["id"]), "bold"), (f"  {clean(found['reason'])}", "yellow"))
+    session.screen.line(f"Why   {clean(found.get('detail') or '–')}")
+    session.screen.line(f"Came  {shown(found.get('at'), utc=session.screen.utc)}")
+    session.screen.line(f"Body  {clean(found.get('body') or '–')}")
+
+
+@command(app, "replay")
+def replay(session: Session, id: MessageId) -> None:
+    """Put a message back into the stream, as if it came now."""
+    answer = session.client.replay(id)
+    _say(session, answer, f"Replayed {clean(id)}")
+
+
+@command(app, "delete")
+def delete(
+    session: Session,
+    id: MessageId,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove a message for good."""
+    confirm(f"Remove message {clean(id)} for good?", yes)
+    answer = session.client.unquarantine(id)
+    _say(session, answer, f"Removed {clean(id)}")
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Asks on a terminal; elsewhere nothing is destroyed without `--yes`."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise wrong("--yes", "this cannot be undone and nobody is there to ask; repeat it with --yes")
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(1)
+
+
+def _say(session: Session, answer: dict[str, Any], text: str) -> None:
+    if session.screen.json:
+        session.screen.document(answer)
+    else:
+        session.screen.done(text)
