@@ -19,7 +19,7 @@ dev: .venv/.run  ## everything on this machine: lab, node and web (ARGS="--port 
 test: .venv/.dev  ## the whole suite; what a missing server skipped is listed at the end (PYTEST_ARGS="-k lane")
 	@$(PYTEST) $(PYTEST_ARGS)
 
-check: .venv/.dev  ## format, lint, types, fast tests (no servers): some 100 s
+check: .venv/.dev  ## format, lint, types, fast tests (no servers, few processes): some 40 s
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy --strict

@@ -3,6 +3,8 @@
 import asyncio
 from datetime import datetime, timedelta
 
+import pytest
+
 from scriptdispatch.domain.model import Breaker, NodeRecord, WorkerRecord
 from tests.contract.queue_backends import ManualClock, Process, Rig
 
@@ -74,6 +76,7 @@ async def test_of_many_that_race_one_leads(rig: Rig) -> None:
     assert sorted(terms, key=str) == [1, *[None] * 9]
 
 
+@pytest.mark.slow
 async def test_of_many_processes_that_race_one_leads(sqlite: Rig) -> None:
     assert sqlite.path is not None
     racers = [await Process.start("lead", sqlite.path, f"node-{n}") for n in range(4)]

@@ -127,6 +127,7 @@ async def test_of_many_that_race_for_a_lock_one_gets_it(rig: Rig) -> None:
     assert sorted(grant.verdict for (grant,) in answers) == ["granted", *["held"] * 19]
 
 
+@pytest.mark.slow
 async def test_of_many_processes_that_race_for_a_lock_one_gets_it(sqlite: Rig) -> None:
     assert sqlite.path is not None
     racers = [await Process.start("acquire", sqlite.path, "a") for _ in range(5)]

@@ -4,10 +4,12 @@ import asyncio
 import time
 
 import apsw
+import pytest
 
 from tests.contract.queue_backends import Process, Rig, claim, item, until
 
 pytest_plugins = ["tests.contract.queue_fixtures"]
+pytestmark = pytest.mark.slow
 
 
 async def asleep_in_take(rig: Rig, owner: str = "other") -> Process:

@@ -200,6 +200,7 @@ def intact(path: Path) -> bool:
         db.close()
 
 
+@pytest.mark.slow
 async def test_of_many_processes_racing_for_one_change_exactly_one_wins(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteStore(Database(path), HeldClock())
@@ -216,6 +217,7 @@ async def test_of_many_processes_racing_for_one_change_exactly_one_wins(tmp_path
     assert intact(path)
 
 
+@pytest.mark.slow
 async def test_of_many_processes_inserting_for_one_device_exactly_one_is_active(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteStore(Database(path), HeldClock())
@@ -234,6 +236,7 @@ async def test_of_many_processes_inserting_for_one_device_exactly_one_is_active(
     assert intact(path)
 
 
+@pytest.mark.slow
 async def test_many_processes_may_open_a_new_file_at_once(tmp_path: Path) -> None:
     path = tmp_path / "new.db"
     assert race(path, 6, claim, [fresh_id()]) == [[]] * 6

@@ -17,6 +17,8 @@ import pytest
 
 from tests.unit.web_helpers import API, SHELL, Site, served
 
+pytestmark = pytest.mark.slow
+
 RUN = (
     "import sys; from scriptdispatch.settings import load; from scriptdispatch.web.app import run_web\n"
     "fd = int(sys.argv[3]) if len(sys.argv) > 3 else None\n"
