@@ -172,7 +172,9 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self._over.wait(0.02):
+            over = False
+            while not over:  # a last look after the word to end: what its test has just seen is among what it saw
+                over = self._over.wait(0.02)
                 who = leader(self._cluster)
                 if who is not None and self.seen[-1:] != [who]:
                     self.seen.append(who)
