@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final
 
+import msgspec
+
 from scriptdispatch.domain import retry as retries
 from scriptdispatch.domain.changes import ChangeExecution, ChangeTask, InsertTask
 from scriptdispatch.domain.model import (
@@ -415,6 +417,21 @@ def settle(task: Task, row: Execution, now: datetime, chance: float) -> ChangeTa
             return _succeed_before(task, row, now)
         return _hand_back(task, row, now)
     return _retry_or_fail(task, row, now, chance)
+
+
+def settle_presumed(row: Execution, now: datetime) -> tuple[Task, ChangeTask] | None:
+    """K2 without reading the task: after a first execution whose push was recorded, and which has succeeded just now, there
+    is hardly a doubt what it is like. The change expects all that is presumed; lost: read, and decide by `settle`. None:
+    read. Of the task answered only what a change of state announces is true: ids, states and numbers."""
+    if row.outcome != "success" or row.attempt != 1 or row.sent_at is None:
+        return None
+    task = Task(
+        id=row.task_id, name="", device_id=row.device_id, lane_key="", next_run_at=None, created_at=row.created_at,
+        updated_at=row.created_at, status=SENT, round=row.round, attempt=1, push="sent", execution_id=row.id,
+    )  # fmt: skip
+    change = _succeed(task, row, now)
+    expect = {**change.expect, "retry_count": task.retry_count, "type": task.type}
+    return task, msgspec.structs.replace(change, expect=expect)
 
 
 def settle_late(task: Task, row: Execution, now: datetime) -> ChangeTask | None:

@@ -106,7 +106,7 @@ class Closer:
         if not lines:
             return []
         try:
-            await self._append([line for _, line in lines])
+            await self._append([line for _, line in lines], {read.row.id: read.row.log_lines for read, _ in lines})
         except Unavailable:
             raise
         except Exception as error:
@@ -126,8 +126,9 @@ class Closer:
                 bad.append((read.delivery, Unusable("not_storable", repr(error))))
         return bad
 
-    async def _append(self, lines: list[LogLine]) -> None:
-        await self._backends.store.append_logs(lines, max_per_execution=self._settings.max_log_lines)
+    async def _append(self, lines: list[LogLine], there: dict[str, int] | None = None) -> None:
+        limit = self._settings.max_log_lines
+        await self._backends.store.append_logs(lines, max_per_execution=limit, there=there)
 
     def _closings(self, usable: Sequence[Read], now: datetime) -> list[tuple[Execution, ChangeExecution]]:
         """C2: the first terminal message of each open row closes it, from any phase."""
@@ -174,7 +175,7 @@ class Closer:
         rows = closed | await self._rows(wanted)
         if await self._note_late(terminal, rows):
             rows |= await self._rows(list(rows))
-        await self._closing.settle(list(rows.values()))
+        await self._closing.settle(list(rows.values()), just_closed=closed)
 
     async def _rows(self, ids: Sequence[str]) -> Rows:
         if not ids:

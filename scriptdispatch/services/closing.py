@@ -5,7 +5,7 @@ step may be repeated by anybody to the same end, so a caller that dies in betwee
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -40,12 +40,13 @@ class Closing:
         self.announcer = Announcer(backends.events)
         self.metrics = metrics or Metrics()
 
-    async def settle(self, rows: Sequence[Execution], *, term: int | None = None) -> None:
-        """K2 and K3 for rows that are closed in the store (as read). Rows that are still open are left alone."""
+    async def settle(self, rows: Sequence[Execution], *, term: int | None = None, just_closed: Container[str] = ()) -> None:
+        """K2 and K3 for rows that are closed in the store (as read). Rows that are still open are left alone. `just_closed`:
+        ids of rows whose K1 the caller has just won, so that what their tasks are like may be presumed."""
         closed = [row for row in rows if not row.active]
         if not closed:
             return
-        moved = await self._settle_tasks(closed, term)
+        moved = await self._settle_tasks(closed, term, just_closed)
         await crashpoints.reach(f"{self._role}.after_K2", closed[0].task_id)
         self.announce(moved)
         await self._release(closed)
@@ -57,15 +58,17 @@ class Closing:
         await self.settle(rows, term=term)
         return rows
 
-    async def _settle_tasks(self, rows: Sequence[Execution], term: int | None) -> list[Task]:
+    async def _settle_tasks(
+        self, rows: Sequence[Execution], term: int | None, just_closed: Container[str] = ()
+    ) -> list[Task]:
         moved: list[Task] = []
         pending = {row.task_id: row for row in rows}
         if len(pending) < len(rows):  # several rows of one task: one after the other, oldest first
             for row in rows:
                 moved += await self._settle_tasks([row], term)
             return moved
-        for _ in range(TRIES):
-            decided = await self._decide(pending)
+        for attempt in range(TRIES):
+            decided = await self._decide(pending, just_closed if attempt == 0 else ())
             if not decided:
                 return moved
             outcomes = await self._backends.store.commit([change for _, change in decided], term=term)
@@ -77,11 +80,11 @@ class Closing:
         log.warning("tasks kept changing while they were settled; the reconciler goes on", tasks=list(pending)[:5])
         return moved
 
-    async def _decide(self, pending: dict[str, Execution]) -> list[tuple[Task, ChangeTask]]:
+    async def _decide(self, pending: dict[str, Execution], just_closed: Container[str]) -> list[tuple[Task, ChangeTask]]:
         now = self._backends.clock.now()
-        tasks = await self._backends.store.tasks(list(pending))
-        decided = []
-        for task in tasks:
+        usual = {id: lifecycle.settle_presumed(row, now) for id, row in pending.items() if row.id in just_closed}
+        decided = [pair for pair in usual.values() if pair is not None]
+        for task in await self._backends.store.tasks([id for id in pending if usual.get(id) is None]):
             if task is None:
                 continue
             row = pending[task.id]

@@ -173,7 +173,9 @@ class MemoryStore:
         rows.append(history)
         del rows[:-HISTORY_KEPT]
 
-    async def append_logs(self, lines: Sequence[LogLine], *, max_per_execution: int) -> int:
+    async def append_logs(
+        self, lines: Sequence[LogLine], *, max_per_execution: int, there: Mapping[str, int] | None = None
+    ) -> int:
         now = self._clock.now()
         stored: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
@@ -199,6 +201,9 @@ class MemoryStore:
         self._cursors_of.setdefault(line.task_id, []).append(self._cursor)
         if line.seq is not None:
             self._seen.add((line.execution_id, line.seq))
+
+    def expect_execution(self, device_id: str) -> None:
+        """The insert gives the fence in its own step: there is nothing to read ahead."""
 
     async def quarantine(self, items: Sequence[Quarantined]) -> None:
         for item in items:

@@ -5,7 +5,7 @@ What becomes of records is in `mongo_documents`, of changes in `mongo_writes` an
 at the same time in `mongo_lanes`, of the driver's errors in `mongo_errors`; the indexes are in `mongo_schema`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from operator import attrgetter
@@ -64,6 +64,7 @@ class MongoStore:
         self._db: writes.Database
         self._counts: StatusCounts
         self._lanes: dict[type[Change], Lane[Any]] = {}
+        self._execution_inserts: ExecutionInserts
         self._task_reads = Gathered(partial(self._fetch, documents.TASK, schema.TASKS, TASK_FIELDS))
         self._script_reads = Gathered(partial(self._fetch, documents.SCRIPT, schema.SCRIPTS, None))
         self._execution_reads = Gathered(partial(self._fetch, documents.EXECUTION, schema.EXECUTIONS, EXECUTION_FIELDS))
@@ -87,11 +88,12 @@ class MongoStore:
             with pymongo.timeout(OPEN_S):
                 await schema.create(self._db)
         self._counts = StatusCounts(self._db)
+        self._execution_inserts = ExecutionInserts(self._db)
         self._lanes = {
             ChangeTask: Lane(partial(writes.change_tasks, self._db), attrgetter("task_id")),
             ChangeExecution: Lane(partial(writes.change_executions, self._db), attrgetter("execution_id")),
             InsertTask: Lane(writes.TaskInserts(self._db).flush, attrgetter("task.id")),
-            InsertExecution: Lane(ExecutionInserts(self._db).flush, attrgetter("execution.id")),
+            InsertExecution: Lane(self._execution_inserts.flush, attrgetter("execution.id")),
         }
 
     async def close(self) -> None:
@@ -124,11 +126,13 @@ class MongoStore:
         await job.done
         return [outcome for outcome in job.outcomes if outcome is not None]
 
-    async def append_logs(self, lines: Sequence[LogLine], *, max_per_execution: int) -> int:
+    async def append_logs(
+        self, lines: Sequence[LogLine], *, max_per_execution: int, there: Mapping[str, int] | None = None
+    ) -> int:
         if not lines:
             return 0
         with foreign_errors(writing=True):
-            return await log_lines.append(self._db, lines, max_per_execution, self._clock.now())
+            return await log_lines.append(self._db, lines, max_per_execution, self._clock.now(), there)
 
     async def quarantine(self, items: Sequence[Quarantined]) -> None:
         if items:
@@ -185,6 +189,9 @@ class MongoStore:
     async def purge_remembered(self, before: datetime) -> int:
         with foreign_errors(writing=True), pymongo.timeout(SLOW_S):
             return (await self._db[schema.REMEMBERED].delete_many({"begun_at": {"$lt": before}}, hint="age")).deleted_count
+
+    def expect_execution(self, device_id: str) -> None:
+        self._execution_inserts.expect(device_id)
 
     # --- reads: tasks
 

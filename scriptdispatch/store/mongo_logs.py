@@ -4,9 +4,8 @@ Cursors come from a counter, a block for each batch in one step. Two processes t
 their blocks in the other order; a task's lines come through one consumer but for the moment in which another takes over.
 """
 
-import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, Final
@@ -25,10 +24,14 @@ LINES_PER_DELETE: Final = 2_000
 _Key = tuple[str, int]
 
 
-async def append(database: Database, lines: Sequence[LogLine], limit: int, now: datetime) -> int:
+async def append(
+    database: Database, lines: Sequence[LogLine], limit: int, now: datetime, there: Mapping[str, int] | None
+) -> int:
     """Stores, then counts. Whoever dies between the two leaves `log_lines` short by this batch: the lines are there, and
     delivered again they are known. (Counting first would let a repeat count twice.)"""
-    cursor, there = await asyncio.gather(_block(database, len(lines)), _lines_there(database, lines))
+    if there is None:
+        there = await _lines_there(database, lines)
+    cursor = await _block(database, len(lines))
     wanted, dropped = await _within_limit(database, lines, there, limit)
     stored = await _store(database, wanted, cursor, now)
     await _count(database, stored, dropped)
@@ -54,7 +57,7 @@ async def _lines_there(database: Database, lines: Sequence[LogLine]) -> dict[str
 
 
 async def _within_limit(
-    database: Database, lines: Sequence[LogLine], there: dict[str, int], limit: int
+    database: Database, lines: Sequence[LogLine], there: Mapping[str, int], limit: int
 ) -> tuple[list[LogLine], Counter[str]]:
     """The lines to store, and how many of each execution are beyond its limit. Far from it nothing has to be looked up."""
     arriving = Counter(line.execution_id for line in lines)

@@ -17,6 +17,7 @@ from pymongo.asynchronous.collection import AsyncCollection
 from scriptdispatch.domain.changes import Applied, InsertExecution
 from scriptdispatch.domain.model import Execution
 from scriptdispatch.errors import StoreUnavailable
+from scriptdispatch.store.gathered import Gathered
 from scriptdispatch.store.mongo_documents import EXECUTION
 from scriptdispatch.store.mongo_schema import BY_ID, EXECUTIONS
 from scriptdispatch.store.mongo_writes import ROUNDS, Database, insert_new, insist
@@ -30,7 +31,20 @@ ACTIVE: Final = ("device_id",)  # the fields of the index on open rows
 class ExecutionInserts:
     def __init__(self, database: Database) -> None:
         self._rows: AsyncCollection[Document] = database[EXECUTIONS]
-        self._fences: dict[str, tuple[int, float]] = {}  # device -> highest fence that we inserted, when
+        self._fences: dict[str, tuple[int, float]] = {}  # device -> highest fence that we inserted or read, when
+        self._reads = Gathered(partial(self._highest, "device_id", "fencing_token", "fence"))
+        self._expected: dict[str, asyncio.Future[dict[str, int]]] = {}  # device -> its fence, which is being read
+
+    def expect(self, device_id: str) -> None:
+        """Reads the fence ahead, beside whatever stands between this and the insert: a hint like any other."""
+        if device_id not in self._expected and not self._hints([device_id]):
+            reading = self._expected[device_id] = self._reads.ask([device_id])
+            reading.add_done_callback(partial(self._foresee, device_id, time.monotonic()))
+
+    def _foresee(self, device_id: str, asked_at: float, reading: "asyncio.Future[dict[str, int]]") -> None:
+        del self._expected[device_id]
+        if not reading.cancelled() and reading.exception() is None and device_id not in self._fences:
+            self._remember(device_id, reading.result().get(device_id, 0), asked_at)  # failed: the insert reads for itself
 
     async def flush(self, inserts: Sequence[InsertExecution], token: ObjectId) -> list[Applied]:
         """The row's own id is its token: a repeated insert finds it and takes the numbers it was given."""
@@ -56,19 +70,25 @@ class ExecutionInserts:
 
     def _won(self, row: Execution) -> Applied:
         if row.device_id is not None and row.fencing_token is not None:
-            self._fences.pop(row.device_id, None)
-            self._fences[row.device_id] = (row.fencing_token, time.monotonic())
-            if len(self._fences) > HINTS:
-                del self._fences[next(iter(self._fences))]
+            self._remember(row.device_id, row.fencing_token, time.monotonic())
         return Applied(won=True, attempt=row.attempt, fencing_token=row.fencing_token)
+
+    def _remember(self, device_id: str, fence: int, at: float) -> None:
+        self._fences.pop(device_id, None)
+        self._fences[device_id] = (fence, at)
+        if len(self._fences) > HINTS:
+            del self._fences[next(iter(self._fences))]
 
     # --- numbers
 
     async def _number(self, todo: dict[int, Execution], guess: bool) -> dict[int, Execution]:
         """The rows with their numbers, guessed the first time, read after a guess was wrong."""
-        fences = self._hints(todo.values()) if guess else {}
+        wanted = {row.device_id for row in todo.values() if row.device_id is not None}
+        if under_way := {self._expected[device] for device in wanted if device in self._expected}:
+            await asyncio.wait(under_way)  # bounded as every read is
+        fences = self._hints(wanted) if guess else {}
         attempts = {row.task_id: 0 for row in todo.values() if _is_first(row)} if guess else {}
-        devices = {row.device_id for row in todo.values() if row.device_id is not None} - fences.keys()
+        devices = wanted - fences.keys()
         tasks = {row.task_id for row in todo.values()} - attempts.keys()
         read_fences, read_attempts = await asyncio.gather(
             self._highest("device_id", "fencing_token", "fence", devices),
@@ -78,12 +98,12 @@ class ExecutionInserts:
         attempts |= read_attempts
         return {place: _numbered(row, attempts, fences) for place, row in todo.items()}
 
-    def _hints(self, rows: Iterable[Execution]) -> dict[str, int]:
+    def _hints(self, devices: Iterable[str]) -> dict[str, int]:
         oldest = time.monotonic() - HINT_S
-        known = ((row.device_id, self._fences.get(row.device_id)) for row in rows if row.device_id is not None)
+        known = ((device, self._fences.get(device)) for device in devices)
         return {device: hint[0] for device, hint in known if hint is not None and hint[1] > oldest}
 
-    async def _highest(self, owner: str, number: str, index: str, wanted: set[str]) -> dict[str, int]:
+    async def _highest(self, owner: str, number: str, index: str, wanted: Iterable[str]) -> dict[str, int]:
         return await highest(self._rows, owner, number, index, wanted)
 
     # --- refused

@@ -6,7 +6,7 @@ gives each caller its own outcomes. All methods raise `StoreUnavailable` when th
 `outcome_unknown` set a write may or may not have happened, and repeating it is safe.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -97,9 +97,12 @@ class Store(Protocol):
         been seen."""
         ...
 
-    async def append_logs(self, lines: Sequence[LogLine], *, max_per_execution: int) -> int:
+    async def append_logs(
+        self, lines: Sequence[LogLine], *, max_per_execution: int, there: Mapping[str, int] | None = None
+    ) -> int:
         """Stores lines in the order given; one whose (execution, seq) is there already is skipped. Beyond the limit they
-        are counted in the execution's `log_dropped`, not stored. Answers how many were stored."""
+        are counted in the execution's `log_dropped`, not stored. Answers how many were stored. `there` says how many lines
+        each execution had when its caller read it just now: a store may use it instead of reading."""
         ...
 
     async def quarantine(self, items: Sequence[Quarantined]) -> None:
@@ -131,6 +134,11 @@ class Store(Protocol):
     async def purge_logs(self, before: datetime, limit: int) -> int: ...
 
     async def purge_remembered(self, before: datetime) -> int: ...
+
+    def expect_execution(self, device_id: str) -> None:
+        """An execution of this device is about to be inserted: a store that reads the device's highest fence for it may do
+        so now. Promises nothing, never blocks."""
+        ...
 
     # --- reads: tasks
 

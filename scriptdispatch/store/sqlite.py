@@ -3,7 +3,7 @@
 What is written is in `sqlite_writes`, what is asked in `sqlite_reads`, the tables are in `sqlite_schema`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, TypeVar
 
@@ -80,12 +80,17 @@ class SqliteStore:
 
         return await self._database.write(job)
 
-    async def append_logs(self, lines: Sequence[LogLine], *, max_per_execution: int) -> int:
+    async def append_logs(
+        self, lines: Sequence[LogLine], *, max_per_execution: int, there: Mapping[str, int] | None = None
+    ) -> int:
         if not lines:
             return 0
         now = to_ms(self._clock.now())
         rows = [[now, *LOG.row(line)] for line in lines]
         return await self._database.write(lambda db: writes.append_lines(db, lines, rows, max_per_execution))
+
+    def expect_execution(self, device_id: str) -> None:
+        """The insert gives the fence in its own step: there is nothing to read ahead."""
 
     async def quarantine(self, items: Sequence[Quarantined]) -> None:
         rows = [QUARANTINE.row(item) for item in items]

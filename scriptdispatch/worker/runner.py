@@ -75,8 +75,14 @@ class Runner:
     # --- W2
 
     async def _acquire(self, item: Leased, execution_id: str) -> Verdict:
-        """W2. The id is chosen before, so that a repeated call gets the same answer."""
-        if item.device_id is not None:
+        """W2. The id is chosen before, so that a repeated call gets the same answer. Task and fence are read beside the
+        lock, not after it: W4 and the indexes compare what they say."""
+        if item.device_id is None:
+            return await self._look(item, execution_id, await self._read(item))
+        self._backends.store.expect_execution(item.device_id)
+        reading = asyncio.create_task(self._read(item))
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard of, though nobody may ask
+        try:
             [grant] = await self._backends.locks.acquire([self._claim(item, execution_id)])
             await crashpoints.reach("worker.after_W2", item.task_id)
             if grant.verdict == "rebuilding":
@@ -86,7 +92,9 @@ class Runner:
                 if ids.is_id(grant.holder.value):
                     return Verdict.GIVE_BACK  # busy at no cost; K3 of the holder opens the lane
                 return await self._foreign_lock(item, grant.holder.value)
-        return await self._read(item, execution_id)
+            return await self._look(item, execution_id, await reading)
+        finally:
+            reading.cancel()
 
     def _claim(self, item: Leased, execution_id: str, timeout_s: float | None = None) -> Claim:
         assert item.device_id is not None
@@ -106,15 +114,21 @@ class Runner:
             await self._closing.moved([moved])
         return Verdict.FINISHED
 
-    async def _read(self, item: Leased, execution_id: str) -> Verdict:
+    async def _read(self, item: Leased) -> Task | None:
         [task] = await self._backends.store.tasks([item.task_id])
+        return task
+
+    async def _look(self, item: Leased, execution_id: str, task: Task | None) -> Verdict:
+        """Is it to be carried out? "No" counts only if it was read under the lock."""
+        if item.device_id is not None and not _is_due(task, self._backends.clock.now()):
+            task = await self._read(item)
         if task is None or not lifecycle.is_executable(task.status):
             if task is None:
                 log.warning("not in the store; dropped", event_name="task.gone", task_id=item.task_id)
             await self._release(item.device_id, execution_id)
             return Verdict.FINISHED
         now = self._backends.clock.now()
-        if task.next_run_at is not None and task.next_run_at > now:
+        if not _is_due(task, now):
             await self._release(item.device_id, execution_id)
             await self._backends.queue.push([item_of(task)])  # too early: an older entry of it
             return Verdict.FINISHED
@@ -407,6 +421,12 @@ class Runner:
             log.warning("not recorded", task_id=item.task_id, reason=str(away))
             return Verdict.WAIT
         return Verdict.FINISHED
+
+
+def _is_due(task: Task | None, now: datetime) -> bool:
+    if task is None or not lifecycle.is_executable(task.status):
+        return False
+    return task.next_run_at is None or task.next_run_at <= now
 
 
 def _limit(uptime: Any, stamped_at: float) -> Any:

@@ -333,6 +333,17 @@ async def test_fences_rise_without_gaps_though_processes_have_stale_hints(store:
     assert given == list(range(1, 13))
 
 
+async def test_a_fence_read_ahead_and_outrun_by_others_is_given_anew(store: MongoStore, mongo_database: str) -> None:  # noqa: F811
+    other = MongoStore(mongo_database, HeldClock())
+    await other.open()
+    store.expect_execution("dev-1")  # under way, or read as 0
+    theirs = await insert_row(other, await insert_task(other, device_id="dev-1"))
+    await other.commit([lifecycle.close(theirs, "success", NOW, closed_by="t", reason="t")])
+    ours = await insert_row(store, await insert_task(store, device_id="dev-1"))
+    assert (theirs.fencing_token, ours.fencing_token) == (1, 2)
+    await other.close()
+
+
 async def test_a_key_freed_by_clean_up_can_be_taken_again_at_once(store: MongoStore) -> None:
     first = await insert_task(store, dedupe_key="k")
     await finish(store, first, NOW)

@@ -52,6 +52,15 @@ async def test_lines_come_back_as_they_were_in_the_order_of_arrival_over_all_exe
     assert await store.log_totals(task.id) == (5, 0)
 
 
+async def test_the_limit_holds_also_for_one_who_says_how_many_lines_are_there(store: Store) -> None:
+    row = await insert_row(store, await insert_task(store))
+    lines = [make_line(row, n, str(n)) for n in range(6)]
+    assert await store.append_logs(lines[:2], max_per_execution=4, there={row.id: 0}) == 2
+    assert await store.append_logs(lines[1:], max_per_execution=4, there={row.id: 2}) == 2
+    assert await contents(store, row.task_id) == ["0", "1", "2", "3"]
+    assert await store.log_totals(row.task_id) == (4, 2)
+
+
 async def test_a_line_delivered_again_is_stored_once(store: Store) -> None:
     row = await insert_row(store, await insert_task(store))
     lines = [make_line(row, n, str(n)) for n in range(5)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scriptdispatch.domain import lifecycle
 from scriptdispatch.domain.model import STATUSES, Error, Execution, Outcome, Retry, Status, Task
-from tests.unit.domain_values import EARLIER, NOW, applied, make_row, make_task
+from tests.unit.domain_values import EARLIER, NOW, applied, holds, make_row, make_task
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 UNDER_WAY: tuple[Status, ...] = ("running", "send_success")
@@ -335,3 +335,46 @@ def test_a_late_success_of_an_earlier_round_is_not_noted() -> None:
 def test_a_row_without_a_late_success_notes_nothing() -> None:
     row = make_row(outcome="timeout")
     assert lifecycle.settle_late(under_way(row, status="failed_waiting_retry"), row, NOW) is None
+
+
+# --------------------------------------------------------------------------------------- without reading the task
+
+
+def sent_and_succeeded(**values: object) -> Execution:
+    return make_row(outcome="success", attempt=1, push="sent", sent_at=EARLIER, result={"n": 1}, **values)
+
+
+@given(
+    status=st.sampled_from(STATUSES),
+    execution_id=st.sampled_from(["exec-2", "exec-1", None]),
+    cancel_requested=st.booleans(),
+    late_success_of=st.sampled_from([None, "exec-0"]),
+    retry_count=st.integers(0, 2),
+    kind=st.sampled_from(["script", "other"]),
+)
+def test_what_is_presumed_of_a_task_is_all_that_its_settling_depends_on(status: Status, kind: str, **values: object) -> None:
+    """Wherever the presumed change would be applied it is the one that reading the task would have led to."""
+    row = sent_and_succeeded()
+    task = make_task(status=status, type=kind, attempt=1, push="sent", next_run_at=None, **values)
+    presumed = lifecycle.settle_presumed(row, NOW)
+    assert presumed is not None
+    _, change = presumed
+    if not holds(task, change.expect):
+        return
+    read = lifecycle.settle(task, row, NOW, 0.0)
+    assert read is not None
+    assert (change.set, change.history) == (read.set, read.history)
+    assert status == "send_success"
+
+
+def test_the_usual_task_is_settled_as_presumed() -> None:
+    row = sent_and_succeeded()
+    task = under_way(row, status="send_success", push="sent", retry_count=0)
+    _, change = lifecycle.settle_presumed(row, NOW) or pytest.fail("it has to be read")
+    assert applied(task, change).status == "success"
+
+
+def test_nothing_is_presumed_of_a_retry_a_failure_or_a_result_that_overtook_its_worker() -> None:
+    assert lifecycle.settle_presumed(make_row(outcome="success", attempt=2, sent_at=EARLIER), NOW) is None
+    assert lifecycle.settle_presumed(make_row(outcome="failed", attempt=1, sent_at=EARLIER), NOW) is None
+    assert lifecycle.settle_presumed(make_row(outcome="success", attempt=1, sent_at=None), NOW) is None

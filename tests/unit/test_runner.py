@@ -1,0 +1,132 @@
+"""W2 to W4 on memory backends: what a worker does when the task has changed since it was read beside the lock."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from scriptdispatch.central.breaker import Breaker
+from scriptdispatch.central.outcomes import PushAnswer
+from scriptdispatch.domain import lifecycle
+from scriptdispatch.domain.model import Task
+from scriptdispatch.queue.port import Leased
+from scriptdispatch.services.closing import Closing, item_of
+from scriptdispatch.settings import Settings
+from scriptdispatch.wiring import Backends, connect
+from scriptdispatch.worker.runner import Runner, Verdict
+from tests.contract.store_values import get_task, insert_task, make_script, one
+
+
+class Desk:
+    """A central control that takes everything at once, and a connection to it."""
+
+    def __init__(self) -> None:
+        self.pushed: list[str] = []
+
+    async def checkout(self) -> "Desk":
+        return self
+
+    def release(self) -> None:
+        return None
+
+    async def push(self, _: Any, request: Any, **__: Any) -> PushAnswer:
+        self.pushed.append(request.task_id)
+        return PushAnswer(outcome="taken", message="taken")
+
+
+class Bench:
+    """One worker, and a door in front of its lock: it opens when the test says so."""
+
+    def __init__(self, backends: Backends) -> None:
+        settings = Settings(store_url="memory://")
+        self.backends, self.desk = backends, Desk()
+        closing = Closing(backends, settings, role="worker")
+        central: Any = self.desk
+        self.runner = Runner(backends, settings, central, Breaker(), closing, "worker-1", "node-1")
+        self.asked, self.door = asyncio.Event(), asyncio.Event()
+        acquire = backends.locks.acquire
+
+        async def behind_the_door(claims: Any) -> Any:
+            self.asked.set()
+            await self.door.wait()
+            return await acquire(claims)
+
+        backends.locks.acquire = behind_the_door  # type: ignore[method-assign]
+
+    async def task(self, **values: Any) -> Task:
+        now = self.backends.clock.now()
+        due = values.pop("next_run_at", now)
+        script = replace(make_script(), sha256=hashlib.sha256(b"echo hello").hexdigest())
+        return await insert_task(
+            self.backends.store, script=script, script_id=script.id, device_id="dev-1", next_run_at=due, **values
+        )
+
+    async def leased(self, task: Task) -> Leased:
+        await self.backends.queue.push([replace(item_of(task), due_at=self.backends.clock.now())])
+        [item] = await self.backends.queue.take("node-1", 1, wait_s=1)
+        return item
+
+    async def meanwhile(self, item: Leased, change: Any) -> Verdict:
+        """The worker has read the task, somebody changes it, then the lock is granted."""
+        way = asyncio.create_task(self.runner.carry_out(item))
+        await self.asked.wait()
+        await asyncio.sleep(0)  # the read beside it, which waits for nothing in this store
+        assert (await one(self.backends.store, change)).won
+        self.door.set()
+        return await way
+
+    async def locked(self) -> bool:
+        return bool(await self.backends.locks.holders(["dev-1"]))
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    backends = await connect(Settings(store_url="memory://"))
+    await backends.locks.set_intact()
+    yield Bench(backends)
+    await backends.close()
+
+
+async def test_a_task_that_nobody_touches_is_pushed(bench: Bench) -> None:
+    task = await bench.task()
+    item = await bench.leased(task)
+    bench.door.set()
+    assert await bench.runner.carry_out(item) is Verdict.FINISHED
+    assert bench.desk.pushed == [task.id]
+    assert (await get_task(bench.backends.store, task.id)).status == "send_success"
+
+
+async def test_a_task_canceled_between_the_read_and_the_lock_is_not_pushed_and_its_device_is_free(bench: Bench) -> None:
+    task = await bench.task()
+    cancel = lifecycle.cancel_waiting(task, "a user", "not needed", bench.backends.clock.now())
+    assert await bench.meanwhile(await bench.leased(task), cancel) is Verdict.FINISHED
+    assert bench.desk.pushed == []
+    assert (await get_task(bench.backends.store, task.id)).status == "canceled"
+    assert not await bench.locked()
+    [row] = await bench.backends.store.executions_of(task.id)
+    assert (row.active, row.outcome, row.push) == (False, "handed_back", "not_sent")
+
+
+async def test_no_counts_only_if_it_was_read_under_the_lock(bench: Bench) -> None:
+    """Read too early a task looks as if it were not due; by the time the device is ours it is."""
+    now = bench.backends.clock.now()
+    task = await bench.task(next_run_at=now + timedelta(hours=1))
+    due = lifecycle.ChangeTask(task_id=task.id, expect={}, set={"next_run_at": now})
+    assert await bench.meanwhile(await bench.leased(task), due) is Verdict.FINISHED
+    assert bench.desk.pushed == [task.id]
+
+
+async def test_a_task_that_is_not_due_is_queued_for_its_time_and_its_device_is_free(bench: Bench) -> None:
+    later = bench.backends.clock.now() + timedelta(hours=1)
+    task = await bench.task(next_run_at=later)
+    item = await bench.leased(task)
+    bench.door.set()
+    assert await bench.runner.carry_out(item) is Verdict.FINISHED
+    assert bench.desk.pushed == []
+    assert not await bench.locked()
+    place = (await bench.backends.queue.places([task.id]))[task.id]
+    assert (place.leased, place.due) == (False, False)
