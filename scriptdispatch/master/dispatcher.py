@@ -68,8 +68,12 @@ class Dispatcher:
                 continue
             if heard:
                 await crashpoints.reach("master.after_take", heard[0].task_id)
-                self._refresh += heard
-                self.check()
+                self.hear(heard)
+
+    def hear(self, items: Sequence[Leased]) -> None:
+        """Leased items: from here on they are this node's to hand out, or to give back."""
+        self._refresh += items
+        self.check()
 
     def _held(self) -> bool:
         return self.breaker_open or asyncio.get_running_loop().time() < self._quiet_until

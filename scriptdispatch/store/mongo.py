@@ -36,6 +36,7 @@ from scriptdispatch.store import mongo_reads as reads
 from scriptdispatch.store import mongo_schema as schema
 from scriptdispatch.store import mongo_writes as writes
 from scriptdispatch.store.gathered import Gathered
+from scriptdispatch.store.mongo_commands import insert_new
 from scriptdispatch.store.mongo_counts import StatusCounts
 from scriptdispatch.store.mongo_documents import EXECUTION_FIELDS, TASK_FIELDS, Documents
 from scriptdispatch.store.mongo_errors import foreign_errors
@@ -138,7 +139,7 @@ class MongoStore:
         if items:
             with foreign_errors(writing=True):
                 made = [documents.QUARANTINE.to_document(item) for item in items]
-                await writes.insert_new(self._db[schema.QUARANTINE], made)
+                await insert_new(self._db[schema.QUARANTINE], made)
 
     async def unquarantine(self, id: str) -> bool:
         with foreign_errors(writing=True):

@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any, Final
 
 from bson import ObjectId
-from pymongo import ReturnDocument, UpdateMany
+from pymongo import ReturnDocument
 
 from scriptdispatch.domain.model import LogLine, StoredLine
 from scriptdispatch.errors import StoreUnavailable
+from scriptdispatch.store.mongo_commands import insert_new, update
 from scriptdispatch.store.mongo_documents import LOG, log_document
 from scriptdispatch.store.mongo_schema import BY_ID, DOWN, EXECUTIONS, LOGS, META, UP
-from scriptdispatch.store.mongo_writes import ROUNDS, Database, insert_new, insist
+from scriptdispatch.store.mongo_writes import ROUNDS, Database, insist
 from scriptdispatch.store.port import Document, LogQuery
 
 LINES_PER_DELETE: Final = 2_000
@@ -131,16 +132,17 @@ async def _count(database: Database, stored: Counter[str], dropped: Counter[str]
     for id in {*stored, *dropped}:
         groups.setdefault((stored[id], dropped[id]), []).append(id)
     updates = [
-        UpdateMany(
-            {"_id": {"$in": ids}, "op_lines": {"$ne": token}},
-            {"$inc": {"log_lines": new, "log_dropped": lost}, "$set": {"op_lines": token}},
-            hint=BY_ID,
-        )
+        {
+            "q": {"_id": {"$in": ids}, "op_lines": {"$ne": token}},
+            "u": {"$inc": {"log_lines": new, "log_dropped": lost}, "$set": {"op_lines": token}},
+            "multi": True,
+            "hint": BY_ID,
+        }
         for (new, lost), ids in groups.items()
         if new or lost
     ]
     if updates:
-        await insist(partial(database[EXECUTIONS].bulk_write, updates, ordered=False))
+        await insist(partial(update, database[EXECUTIONS], updates))
 
 
 # ---------------------------------------------------------------------------------------------------------------- reads

@@ -18,9 +18,10 @@ from scriptdispatch.domain.changes import Applied, InsertExecution
 from scriptdispatch.domain.model import Execution
 from scriptdispatch.errors import StoreUnavailable
 from scriptdispatch.store.gathered import Gathered
+from scriptdispatch.store.mongo_commands import insert_new
 from scriptdispatch.store.mongo_documents import EXECUTION
 from scriptdispatch.store.mongo_schema import BY_ID, EXECUTIONS
-from scriptdispatch.store.mongo_writes import ROUNDS, Database, insert_new, insist
+from scriptdispatch.store.mongo_writes import ROUNDS, Database, insist
 from scriptdispatch.store.port import Document
 
 HINT_S: Final = 60.0  # far below any retention

@@ -18,13 +18,12 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from bson import ObjectId
-from pymongo import UpdateMany, UpdateOne
-from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.asynchronous.database import AsyncDatabase
-from pymongo.errors import BulkWriteError, DuplicateKeyError
+from pymongo.errors import DuplicateKeyError
 
 from scriptdispatch.domain.changes import Applied, ChangeExecution, ChangeTask, InsertTask
 from scriptdispatch.errors import StaleTerm, StoreUnavailable
+from scriptdispatch.store.mongo_commands import Collection, insert_new, update
 from scriptdispatch.store.mongo_documents import (
     SCRIPT,
     Cas,
@@ -35,13 +34,12 @@ from scriptdispatch.store.mongo_documents import (
     task_cas,
     task_document,
 )
-from scriptdispatch.store.mongo_errors import TRANSLATED, Said, duplicates, said, translated
+from scriptdispatch.store.mongo_errors import TRANSLATED, Said, said, translated
 from scriptdispatch.store.mongo_schema import BY_ID, EXECUTIONS, META, SCRIPTS, TASKS
 from scriptdispatch.store.port import Document
 
 R = TypeVar("R")
 Database = AsyncDatabase[Document]
-Collection = AsyncCollection[Document]
 
 WON: Final = Applied(won=True)
 LOST: Final = Applied(won=False)
@@ -69,15 +67,6 @@ async def insist(attempt: Callable[[], Awaitable[R]]) -> R:
         pause_s = min(0.5, pause_s * 2)
 
 
-async def insert_new(collection: Collection, documents: Sequence[Document]) -> dict[int, tuple[str, ...]]:
-    """Inserts what can be; answers the places of those that were there already, and the fields of the index that said so."""
-    try:
-        await collection.insert_many(documents, ordered=False)
-    except BulkWriteError as error:
-        return duplicates(error)
-    return {}
-
-
 # -------------------------------------------------------------------------------------------------------------- changes
 
 
@@ -95,8 +84,7 @@ async def _compare_and_set(collection: Collection, changes: Sequence[Cas], token
     operations = [_operation(statement) for statement in prepared]
 
     async def attempt() -> list[Applied]:
-        answer = await collection.bulk_write(operations, ordered=False)
-        if answer.modified_count == len(changes):
+        if await update(collection, operations) == len(changes):
             return [WON] * len(changes)
         # Some lost; or won by an earlier attempt, whose answer we did not hear.
         winners = await _winners(collection, changes, token)
@@ -105,9 +93,8 @@ async def _compare_and_set(collection: Collection, changes: Sequence[Cas], token
     return await insist(attempt)
 
 
-def _operation(statement: Statement) -> UpdateOne | UpdateMany:
-    kind = UpdateMany if len(statement.ids) > 1 else UpdateOne
-    return kind(statement.filter, statement.update, hint=BY_ID)
+def _operation(statement: Statement) -> Document:
+    return {"q": statement.filter, "u": statement.update, "multi": len(statement.ids) > 1, "hint": BY_ID}
 
 
 async def _winners(collection: Collection, changes: Sequence[Cas], token: ObjectId) -> set[str]:
