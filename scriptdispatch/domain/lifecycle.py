@@ -235,12 +235,13 @@ def request_cancel(task: Task, actor: str, reason: str, now: datetime) -> Change
 
 
 def cancel_answered(task_id: str, execution_id: str, answer: str, now: datetime) -> ChangeTask:
+    """May come after the end: so it changes nothing that the API shows, not even `updated_at` (see `late_note`)."""
     words = {"will_try": "central control will try to cancel it", "never_had": "central control never had this execution"}
     history = History(at=now, kind="INFO", actor="central", reason=words[answer], execution_id=execution_id)
     return ChangeTask(
         task_id=task_id,
         expect={"execution_id": execution_id, "cancel_requested": True, "cancel_answer": None},
-        set={"cancel_answer": answer, "updated_at": now},
+        set={"cancel_answer": answer},
         history=history,
     )
 
@@ -271,12 +272,13 @@ def internal_failure(task: Task, error: Error, now: datetime, actor: str) -> Cha
 
 
 def late_note(task_id: str, execution: Execution, word: str, now: datetime) -> ChangeTask:
-    """A terminal message after the row was closed otherwise: recorded, status unchanged."""
+    """A terminal message after the row was closed otherwise: a history row and no more. What a final task answers is never
+    changed by what comes after its end; readers may have it from a cache."""
     history = History(
         at=now, kind="INFO", actor="closer", execution_id=execution.id,
         reason=f"{word} of attempt {execution.attempt} came after it was closed ({execution.outcome}); stored only",
     )  # fmt: skip
-    return ChangeTask(task_id=task_id, expect={}, set={"updated_at": now}, history=history)
+    return ChangeTask(task_id=task_id, expect={}, set={}, history=history)
 
 
 # ---------------------------------------------------------------------------------------------------- the execution row

@@ -70,6 +70,19 @@ async def test_a_change_is_made_only_if_everything_it_expects_holds(store: Store
     assert [row.reason for row in await store.history(task.id)] == ["created", *(["changed"] if won else [])]
 
 
+@pytest.mark.parametrize("count", [1, 12])
+async def test_late_notes_leave_the_task_as_it_is_and_are_in_its_history(store: Store, count: int) -> None:
+    """Changes that set nothing: alone, and many in one commit, each with a row of its own."""
+    tasks = [await finish(store, await insert_task(store), NOW, "canceled") for _ in range(count)]
+    rows = [make_row(task, attempt=n, outcome="timeout") for n, task in enumerate(tasks)]
+    later = NOW + timedelta(seconds=9)
+    notes = [lifecycle.late_note(task.id, row, "SUCCESS", later) for task, row in zip(tasks, rows, strict=True)]
+    assert [outcome.won for outcome in await store.commit(notes)] == [True] * count
+    assert await store.tasks([task.id for task in tasks]) == tasks
+    for task, change in zip(tasks, notes, strict=True):
+        assert (await store.history(task.id))[-1] == change.history
+
+
 async def test_a_change_of_a_task_that_does_not_exist_is_lost_and_leaves_no_history(store: Store) -> None:
     missing = fresh_id()
     assert not (await one(store, ChangeTask(task_id=missing, expect={}, set={"step": "x"}, history=note("x")))).won
