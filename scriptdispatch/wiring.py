@@ -4,6 +4,7 @@ Call `connect` in the process that will use the result: connections and threads 
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from scriptdispatch.clock import Clock, SystemClock
 from scriptdispatch.locks.port import DeviceLocks, Leases
@@ -11,6 +12,9 @@ from scriptdispatch.mq.port import Stream
 from scriptdispatch.queue.port import Events, Queue
 from scriptdispatch.settings import Settings
 from scriptdispatch.store.port import Store
+
+if TYPE_CHECKING:
+    from scriptdispatch.queue.redis_cache import RedisTaskCache
 
 
 @dataclass(slots=True)
@@ -22,6 +26,7 @@ class Backends:
     leases: Leases
     stream: Stream
     clock: Clock
+    cache: "RedisTaskCache | None" = None  # None: a read of the store costs no more (see `services.reading`)
 
     async def open(self) -> None:
         await self.store.open()
@@ -45,7 +50,7 @@ def make(settings: Settings, clock: Clock) -> Backends:
     if settings.store_url.startswith("memory://"):
         return _memory(clock)
     embedded = _Embedded(settings) if settings.store_url.startswith("sqlite") else None
-    queue, events, locks, leases = _queue(settings, embedded, clock)
+    queue, events, locks, leases, cache = _queue(settings, embedded, clock)
     return Backends(
         store=_store(settings, embedded, clock),
         queue=queue,
@@ -54,6 +59,7 @@ def make(settings: Settings, clock: Clock) -> Backends:
         leases=leases,
         stream=_stream(settings, embedded, clock),
         clock=clock,
+        cache=cache,
     )
 
 
@@ -78,11 +84,14 @@ def _store(settings: Settings, embedded: _Embedded | None, clock: Clock) -> Stor
     return MongoStore(settings.store_url, clock)
 
 
-def _queue(settings: Settings, embedded: _Embedded | None, clock: Clock) -> tuple[Queue, Events, DeviceLocks, Leases]:
+def _queue(
+    settings: Settings, embedded: _Embedded | None, clock: Clock
+) -> "tuple[Queue, Events, DeviceLocks, Leases, RedisTaskCache | None]":
     if settings.queue_url is not None:
         from scriptdispatch.locks.redis import RedisLocks
         from scriptdispatch.locks.redis_leases import RedisLeases
         from scriptdispatch.queue.redis import RedisQueue
+        from scriptdispatch.queue.redis_cache import RedisTaskCache
         from scriptdispatch.queue.redis_channels import Channels
         from scriptdispatch.queue.redis_events import RedisEvents
         from scriptdispatch.redis_client import RedisClient
@@ -94,6 +103,7 @@ def _queue(settings: Settings, embedded: _Embedded | None, clock: Clock) -> tupl
             RedisEvents(client, channels, prefix),
             RedisLocks(client, prefix, clock),
             RedisLeases(client, prefix, clock),
+            RedisTaskCache(client, prefix, clock, settings.retention_days * 86_400),
         )
     from scriptdispatch.locks.sqlite import SqliteLeases, SqliteLocks
     from scriptdispatch.queue.sqlite import BellEvents, SqliteQueue
@@ -105,6 +115,7 @@ def _queue(settings: Settings, embedded: _Embedded | None, clock: Clock) -> tupl
         BellEvents(bell),
         SqliteLocks(database, bell, clock),
         SqliteLeases(database, clock),
+        None,
     )
 
 

@@ -293,7 +293,7 @@ class MemoryStore:
 
     # --- reads: tasks
 
-    async def tasks(self, ids: Sequence[str]) -> list[Task | None]:
+    async def tasks(self, ids: Sequence[str], *, settled: bool = False) -> list[Task | None]:
         return [self._tasks.get(id) for id in ids]
 
     async def list_tasks(self, where: TaskFilter, limit: int) -> list[Task]:

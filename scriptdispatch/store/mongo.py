@@ -15,6 +15,7 @@ import msgspec
 import pymongo
 from pymongo import AsyncMongoClient
 from pymongo.errors import DuplicateKeyError
+from pymongo.read_concern import ReadConcern
 
 from scriptdispatch.clock import Clock
 from scriptdispatch.domain.changes import Applied, Change, ChangeExecution, ChangeTask, InsertExecution, InsertTask
@@ -67,6 +68,8 @@ class MongoStore:
         self._lanes: dict[type[Change], Lane[Any]] = {}
         self._execution_inserts: ExecutionInserts
         self._task_reads = Gathered(partial(self._fetch, documents.TASK, schema.TASKS, TASK_FIELDS))
+        settled = partial(self._fetch, documents.TASK, schema.TASKS, TASK_FIELDS, concern=ReadConcern("majority"))
+        self._settled_reads = Gathered(settled)
         self._script_reads = Gathered(partial(self._fetch, documents.SCRIPT, schema.SCRIPTS, None))
         self._execution_reads = Gathered(partial(self._fetch, documents.EXECUTION, schema.EXECUTIONS, EXECUTION_FIELDS))
 
@@ -196,8 +199,8 @@ class MongoStore:
 
     # --- reads: tasks
 
-    async def tasks(self, ids: Sequence[str]) -> list[Task | None]:
-        return await self._task_reads.get(ids)
+    async def tasks(self, ids: Sequence[str], *, settled: bool = False) -> list[Task | None]:
+        return await (self._settled_reads if settled else self._task_reads).get(ids)
 
     async def list_tasks(self, where: TaskFilter, limit: int) -> list[Task]:
         return await self._tasks(reads.task_query(where), limit)
@@ -322,10 +325,17 @@ class MongoStore:
         found = await self._find(schema.EXECUTIONS, query, limit, EXECUTION_FIELDS)
         return [documents.EXECUTION.from_document(document) for document in found]
 
-    async def _fetch(self, kind: Documents[R], collection: str, fields: Document | None, ids: Sequence[str]) -> dict[str, R]:
+    async def _fetch(
+        self,
+        kind: Documents[R],
+        collection: str,
+        fields: Document | None,
+        ids: Sequence[str],
+        concern: ReadConcern | None = None,
+    ) -> dict[str, R]:
         with foreign_errors():
-            query = {"_id": {"$in": ids}}
-            found = self._db[collection].find(query, fields, hint=schema.BY_ID, batch_size=len(ids) + 1)
+            source = self._db.get_collection(collection, read_concern=concern)
+            found = source.find({"_id": {"$in": ids}}, fields, hint=schema.BY_ID, batch_size=len(ids) + 1)
             return {document["_id"]: kind.from_document(document) for document in await found.to_list()}
 
 

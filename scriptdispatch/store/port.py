@@ -142,8 +142,9 @@ class Store(Protocol):
 
     # --- reads: tasks
 
-    async def tasks(self, ids: Sequence[str]) -> list[Task | None]:
-        """In the order asked; None for an unknown id. Never older than this process's own completed writes."""
+    async def tasks(self, ids: Sequence[str], *, settled: bool = False) -> list[Task | None]:
+        """In the order asked; None for an unknown id. Never older than this process's own completed writes. With `settled`
+        only what no failure of the store can take back any more: it may be behind what is read without."""
         ...
 
     async def list_tasks(self, where: TaskFilter, limit: int) -> list[Task]:

@@ -155,7 +155,7 @@ class SqliteStore:
 
     # --- reads: tasks
 
-    async def tasks(self, ids: Sequence[str]) -> list[Task | None]:
+    async def tasks(self, ids: Sequence[str], *, settled: bool = False) -> list[Task | None]:
         return await self._by_ids(TASK, reads.TASKS_BY_ID, ids)
 
     async def list_tasks(self, where: TaskFilter, limit: int) -> list[Task]:

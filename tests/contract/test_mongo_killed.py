@@ -15,7 +15,7 @@ from scriptdispatch.domain.model import Task
 from scriptdispatch.errors import StoreUnavailable
 from scriptdispatch.store.mongo import CALL_S, MongoStore
 from scriptdispatch.store.mongo_writes import INSIST_S
-from tests.contract.store_values import HeldClock, get_task, insert_task, note, one
+from tests.contract.store_values import NOW, HeldClock, finish, get_task, insert_task, note, one
 from tests.servers import with_database
 
 
@@ -122,3 +122,27 @@ async def test_a_paused_mongod_makes_callers_wait_a_bounded_time_and_no_step_is_
         expected = ["created", f"n{i}", *(["n0"] if i == 0 else [])]
         assert [row.reason for row in await store.history(task.id)] == expected
     await store.close()
+
+
+async def test_a_settled_read_shows_nothing_that_a_failover_may_take_back(start_server: Callable[..., Any]) -> None:
+    """The commit point of the majority is held: what is written can be read, and would be lost with this primary."""
+    server = await asyncio.to_thread(start_server, "mongo", options=("--setParameter", "enableTestCommands=1"))
+    store = MongoStore(with_database(server.url, "settled"), HeldClock())
+    await store.open()
+    task = await insert_task(store)
+    await asyncio.to_thread(hold_commit_point, server, "alwaysOn")
+    ending = asyncio.ensure_future(finish(store, task, NOW))
+    async with asyncio.timeout(10):
+        while (await get_task(store, task.id)).status != "success":
+            await asyncio.sleep(0.005)
+    assert await store.tasks([task.id], settled=True) == [task]
+    await asyncio.to_thread(hold_commit_point, server, "off")
+    await insert_task(store)  # the next write moves it
+    assert await store.tasks([task.id], settled=True) == [await ending]
+    await store.close()
+
+
+def hold_commit_point(server: Any, mode: str) -> None:
+    client: MongoClient[dict[str, Any]]
+    with MongoClient(server.url) as client:
+        client.admin.command("configureFailPoint", "disableSnapshotting", mode=mode)

@@ -31,6 +31,13 @@ def ids(records: list[Any]) -> list[str]:
     return [record.id for record in records]
 
 
+async def test_a_settled_read_shows_what_its_own_process_has_written(store: Store) -> None:
+    tasks = [await insert_task(store) for _ in range(3)]
+    done = [await finish(store, task, NOW) for task in tasks]
+    wanted = [tasks[2].id, fresh_id(), tasks[0].id]
+    assert await store.tasks(wanted, settled=True) == [done[2], None, done[0]]
+
+
 # --- GET /tasks
 
 FILTERS: dict[str, TaskFilter] = {

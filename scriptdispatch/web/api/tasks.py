@@ -16,6 +16,7 @@ from scriptdispatch.services.bodies import ActionBody, BatchBody, TaskBody
 from scriptdispatch.services.dry_run import dry_run_view
 from scriptdispatch.services.fields import invalid, parse_time
 from scriptdispatch.services.idempotency import Answer, Work
+from scriptdispatch.services.reading import read_task
 from scriptdispatch.store.port import TaskFilter
 from scriptdispatch.web.exchange import answer, checked, encode, read_body, read_json
 from scriptdispatch.web.parts import Parts, Web, Who
@@ -156,9 +157,9 @@ def _time(field: str, text: str | None) -> datetime | None:
 
 
 async def find_task(web: Parts, task_id: str) -> Task:
-    """By its id, or by the last 8 or more characters of it."""
+    """By its id, or by the last 8 or more characters of it. To be shown, not to decide on (see `services.reading`)."""
     task_id = task_id.lower()
-    [task] = await web.backends.store.tasks([task_id]) if ids.is_id(task_id) else [None]
+    task = await read_task(web.backends, task_id) if ids.is_id(task_id) else None
     if task is None and TAIL <= len(task_id) < 36:
         task = await _by_tail(web, task_id)
     if task is None:
@@ -173,7 +174,7 @@ async def _by_tail(web: Parts, tail: str) -> Task | None:
     if len(found) > 1:
         detail = f"several tasks end in {tail}: {', '.join(found)}"
         raise Refused(409, "illegal_state", detail, current="ambiguous", candidates=found)
-    return (await web.backends.store.tasks(found))[0] if found else None
+    return await read_task(web.backends, found[0]) if found else None
 
 
 async def task_view(web: Parts, task: Task) -> dict[str, Any]:
