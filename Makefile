@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help dev test check bench bench-peers servers format clean
+.PHONY: help dev test check bench bench-peers bench-scale servers format clean
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,9 +28,13 @@ check: .venv/.dev  ## format, lint, types, fast tests (no servers, few processes
 bench: .venv/.dev  ## tasks per second, CPU per task, latency, memory (ARGS="--tasks 5000")
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
-bench-peers: .venv/.dev .venv/peers/.ready  ## the product against Celery, dramatiq and taskiq, 8 minutes (ARGS=--quick)
+bench-peers: .venv/.dev .venv/peers/.ready  ## the product against Celery, dramatiq and taskiq, 10 minutes (ARGS=--quick)
 	@$(BIN)/python -m tests.servers fetch
 	@$(BIN)/python benchmarks/peers/run.py --peers .venv/peers $(ARGS)
+
+bench-scale: .venv/.dev  ## a task beside a million scheduled ones, a decision among 100,000 lanes, 5 minutes
+	@$(BIN)/python -m tests.servers fetch
+	@$(BIN)/python benchmarks/peers/scale.py $(ARGS)
 
 servers: .venv/.dev  ## Redis, MongoDB and Pulsar on this machine, with the settings to use with `serve`
 	@$(BIN)/python -m tests.servers fetch

@@ -69,10 +69,10 @@ class Ground:
         client.admin.command({"setParameter": 1, "wiredTigerEngineRuntimeConfig": "cache_size=2G"})
         return client
 
-    def servers(self, *, product: bool) -> dict[str, int]:
+    def servers(self, mongo: str, *, broker: bool) -> dict[str, int]:
         """The processes that a competitor makes work, by role."""
-        mongo = self.pids["mongo"] if product else self.pids.get("peers' mongo", self.pids["mongo"])
-        return {"redis": self.pids["redis"], "mongo": mongo} | ({"pulsar": self.pids["pulsar"]} if product else {})
+        working = {"redis": self.pids["redis"], "mongo": self.pids.get(mongo, self.pids["mongo"])}
+        return working | ({"pulsar": self.pids["pulsar"]} if broker else {})
 
     @contextlib.contextmanager
     def stub(self, *flags: str) -> Iterator["Stub"]:

@@ -24,6 +24,8 @@ PEERS = {
 class Peer:
     """Its writes are acknowledged before they are journaled (`w=1`), which is less than the product's promise."""
 
+    mongo = "peers' mongo"
+
     def __init__(self, ground: Ground, name: str, environment: Path) -> None:
         self.name, self._ground, self._bin = name, ground, environment / "bin"
         self._module, self._command = PEERS[name]

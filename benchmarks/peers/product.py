@@ -15,29 +15,33 @@ from typing import Any
 import httpx
 from ground import Ground, wait_for
 
+from scriptdispatch.ids import new_id
 from tests.system.harness import API, Cluster, on_servers
 
 SCRIPT = "echo hello from scriptdispatch; uname -a\n" * 25  # 1 KiB
 UNFINISHED = ["waiting", "running", "send_success", "failed_waiting_retry", "paused"]
 NAME = "product"
+SAME = "product, their mongod"
 
 
 class Product:
     """One installation for each `running`: a database, a prefix and a topic of its own. `devices` is the size of the fleet;
-    the tasks go round it, all with the same script (a script that is new each time costs a syntax check, see docs)."""
+    the tasks go round it, all with the same script (a script that is new each time costs a syntax check, see docs). `same`:
+    on the mongod that the peers have, which is no replica set; its writes are journaled there, too."""
 
-    name = NAME
-
-    def __init__(self, ground: Ground, *, batch: int, senders: int, devices: int) -> None:
+    def __init__(self, ground: Ground, *, batch: int, senders: int, devices: int, same: bool = False) -> None:
         self._ground, self._batch, self._senders, self._devices = ground, batch, senders, devices
+        self.name = SAME if same else NAME
+        self.mongo = "peers' mongo" if same else "mongo"
+        self._client = ground.peers_mongo if same else ground.mongo
         self._made = 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         urls = self._ground.urls
-        settings = on_servers(urls["mongo"], urls["redis"], urls["pulsar"])
+        settings = on_servers(urls[self.mongo], urls["redis"], urls["pulsar"])
         folder = Path(tempfile.mkdtemp(prefix="product-", dir=self._ground.folder))
-        self._db: Any = self._ground.mongo[settings["redis_prefix"].rstrip(":")]
+        self._db: Any = self._client[settings["redis_prefix"].rstrip(":")]
         with self._ground.stub("--mq-url", urls["pulsar"], "--mq-topic", settings["mq_topic"]) as self.stub:
             given = {"central_url": self.stub.url, "workers": 2, "consumers": 1, "log_level": "warning"}
             self._cluster = Cluster(folder, **settings, **given)
@@ -48,7 +52,7 @@ class Product:
                 yield
             finally:
                 self._cluster.stop()
-                self._ground.mongo.drop_database(self._db.name)
+                self._client.drop_database(self._db.name)
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _find_roles(self) -> None:
@@ -60,6 +64,20 @@ class Product:
         self.alone = {"master": node.pid}
         for role in ("worker", "consumer"):
             self.alone |= {f"{role} {n}": child.pid for n, child in enumerate(node.children(role), 1)}
+
+    @property
+    def database(self) -> Any:
+        return self._db
+
+    def restart_node(self) -> float:
+        """Killed and started anew. Answers how long it took until it worked again, in seconds."""
+        node = self._cluster.node
+        assert node is not None
+        node.kill()
+        began = time.monotonic()
+        self._cluster.start_node()
+        self._find_roles()
+        return time.monotonic() - began
 
     # --- the work
 
@@ -90,11 +108,13 @@ class Product:
     # --- the end of it
 
     def fresh(self) -> None:
-        self._before = self._counts()
+        self._before, self._since = self._counts(), new_id()
 
     def finished(self) -> bool:
-        """All that was created is final. Asks for one that is not: an index answers at once, so the asking costs nothing."""
-        return self._db.script_task.find_one({"status": {"$in": UNFINISHED}}, {"_id": 1}, hint="by_status") is None
+        """All that was created since `fresh` is final. Asks for one that is not: an index answers at once, so the asking
+        costs nothing."""
+        unfinished = {"status": {"$in": UNFINISHED}, "_id": {"$gt": self._since}}
+        return self._db.script_task.find_one(unfinished, {"_id": 1}, hint="by_status") is None
 
     def stored_lines(self) -> int:
         return int(self._db.task_exec_log.estimated_document_count())

@@ -19,11 +19,11 @@ def progress(row: Row) -> None:
     )
 
 
-def show(rows: list[Row], ours: str) -> None:
+def show(rows: list[Row], ours: tuple[str, ...]) -> None:
     good = [row for row in rows if not row["wrong"]]
     names = list(dict.fromkeys(row["name"] for row in good))
     rates = {name: median(_of(good, name, "tasks_per_s")) for name in names}
-    best = max((rate for name, rate in rates.items() if name != ours), default=None)
+    best = max((rate for name, rate in rates.items() if name not in ours), default=None)
     print("\n| | tasks/s, median (range) | against the best peer | created/s | CPU ms per task | without stub and broker "
           "| create → pushed p50 / p99 ms |")  # fmt: skip
     print("|---|---|---|---|---|---|---|")
@@ -54,18 +54,19 @@ def _parts(rows: list[Row], names: list[str]) -> None:
         )
 
 
-def _ours(good: list[Row], ours: str) -> None:
+def _ours(good: list[Row], ours: tuple[str, ...]) -> None:
     """The ratio of each round is to the best peer of that round: what else the machine did hit them alike."""
-    rows = [row for row in good if row["name"] == ours]
+    rows = [row for row in good if row["name"] in ours]
     if not rows:
         return
     lines = [row["lines_per_s"] for row in rows]
     print(f"\nOne consumer stores {median(lines):,.0f} log lines/s ({min(lines):,.0f}–{max(lines):,.0f}).")
     for row in rows:
-        others = [one for one in good if one["round"] == row["round"] and one["name"] != ours]
+        others = [one for one in good if one["round"] == row["round"] and one["name"] not in ours]
         if others:
             best = max(others, key=lambda one: float(one["tasks_per_s"]))
-            print(f"Round {row['round']}: {row['tasks_per_s'] / best['tasks_per_s']:.2f}× of {best['name']}, its best peer.")
+            times = row["tasks_per_s"] / best["tasks_per_s"]
+            print(f"Round {row['round']}: {row['name']} {times:.2f}× of {best['name']}, the best peer.")
 
 
 def _of(rows: list[Row], name: str, field: str) -> list[float]:

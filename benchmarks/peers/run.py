@@ -1,6 +1,6 @@
 """`make bench-peers`: the product against Celery, dramatiq and taskiq on the same servers, in turns, several rounds.
 
-    python benchmarks/peers/run.py --peers DIR             three rounds of 3,000 tasks, 5 to 8 minutes
+    python benchmarks/peers/run.py --peers DIR             three rounds of 3,000 tasks, 8 to 10 minutes
     python benchmarks/peers/run.py --peers DIR --quick     one round of 1,000
     python benchmarks/peers/run.py --only product          without the peers
 
@@ -23,10 +23,10 @@ import cost
 import report
 from ground import Ground, wait_for
 from peer import PEERS, Peer
-from product import NAME, Product
+from product import NAME, SAME, Product
 
 LOG_LINES = 5
-WARM_UP = 300
+WARM_UP = 1000  # the broker compiles itself while it works
 ROUND_S = 180.0
 SETTLE_S = 0.3  # acknowledgements and the last reports, counted for all
 MANY_LINES = (50, 1000)  # tasks, lines of each
@@ -66,7 +66,7 @@ def main() -> int:
                 rows.append(row)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=2))
-    report.show(rows, NAME)
+    report.show(rows, (NAME, SAME))
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
@@ -74,7 +74,8 @@ def chosen(ground: Ground, given: argparse.Namespace) -> list[Competitor]:
     wanted = given.only.split(",") if given.only else [NAME, *(name.split()[0] for name in PEERS)]
     found: list[Competitor] = []
     if NAME in wanted:
-        found.append(Product(ground, batch=given.batch, senders=given.senders, devices=given.devices))
+        for same in (False,) if given.same_mongod else (False, True):
+            found.append(Product(ground, batch=given.batch, senders=given.senders, devices=given.devices, same=same))
     for name in PEERS:
         if name.split()[0] in wanted:
             if given.peers is None or not (given.peers / "bin" / "python").exists():
@@ -100,7 +101,7 @@ def measured(ground: Ground, competitor: Competitor, given: argparse.Namespace) 
 def load(ground: Ground, competitor: Competitor, tasks: int) -> dict[str, Any]:
     """From the first create until the last task is `success` and its lock is gone."""
     alone = competitor.alone | ({"client": os.getpid()} if isinstance(competitor, Product) else {})
-    trees = competitor.trees | ground.servers(product=isinstance(competitor, Product))
+    trees = competitor.trees | ground.servers(competitor.mongo, broker=isinstance(competitor, Product))
     competitor.stub.reset(LOG_LINES)
     competitor.fresh()
     before, began = cost.snapshot(trees, alone), time.perf_counter()
