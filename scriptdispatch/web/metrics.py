@@ -19,6 +19,11 @@ from scriptdispatch.wiring import Backends
 __all__ = ["CONTENT_TYPE", "exposition"]
 PREFIX = "scriptdispatch_"
 LOCK_PAGE = 1000
+TOTALS = {
+    "quarantined": "Messages quarantined.",
+    "late_results": "Results that came after their execution was closed otherwise.",
+    "locks_lost": "Devices granted by the lock while the store knew an open execution: expired, wiped or removed by hand.",
+}
 
 
 async def exposition(backends: Backends, own: dict[str, Any]) -> bytes:
@@ -86,7 +91,8 @@ def _summed(nodes: list[tuple[NodeRecord, bool]], own: dict[str, Any]) -> Iterat
         total = add(total, theirs)
     yield _finished(total.get("finished_total", {}))
     yield _phases(total.get("phase_seconds", {}))
-    yield CounterMetricFamily(PREFIX + "quarantined", "Messages quarantined.", value=total.get("quarantined_total", 0))
+    for name, text in TOTALS.items():
+        yield CounterMetricFamily(PREFIX + name, text, value=total.get(f"{name}_total", 0))
     yield _gauge("tick_lag_seconds", "How late each timer's last tick was.", "timer", lags)
 
 

@@ -161,6 +161,7 @@ class Runner:
         [outcome] = await self._backends.store.commit([InsertExecution(execution=row)])
         await crashpoints.reach("worker.after_W3", task.id)
         if not outcome.won:
+            self._closing.metrics.counts["locks_lost_total"] += 1  # the lock was ours, and the device was not free
             await self._release(task.device_id, execution_id)
             await self._restore_lock(outcome.holder)
             return Verdict.GIVE_BACK

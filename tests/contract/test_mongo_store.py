@@ -13,7 +13,7 @@ from scriptdispatch.domain import lifecycle
 from scriptdispatch.domain.changes import ChangeExecution, ChangeTask, InsertExecution, InsertTask
 from scriptdispatch.domain.model import Error
 from scriptdispatch.errors import ScriptdispatchError, SettingsError, StoreUnavailable
-from scriptdispatch.store import mongo_counts, mongo_lanes
+from scriptdispatch.store import mongo_commands, mongo_counts, mongo_lanes
 from scriptdispatch.store.mongo import MongoStore
 from scriptdispatch.store.port import LogQuery, Store
 from tests.contract.mongo_rig import emptied, mongo_database  # noqa: F401  (a fixture)
@@ -319,6 +319,19 @@ async def test_several_processes_may_open_a_new_database_at_once(mongo_url: str)
     await client.close()
     for store in stores:
         await store.close()
+
+
+async def test_what_is_there_already_is_named_by_its_place_though_a_batch_goes_in_parts(
+    store: MongoStore, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mongo_commands, "MOST", 2_000)
+    keys = ["a", "b", "a", "c", "d", "b", "e", "d"]
+    tasks = [make_task(dedupe_key=key) for key in keys]
+    watch.commands.clear()
+    answers = await store.commit([InsertTask(task=task, script=None, history=note("created")) for task in tasks])
+    assert len(watch.names("insert")) > 2
+    assert [answer.won for answer in answers] == [True, True, False, True, True, False, True, False]
+    assert [answer.holder for answer in answers if not answer.won] == [tasks[0].id, tasks[1].id, tasks[4].id]
 
 
 async def test_fences_rise_without_gaps_though_processes_have_stale_hints(store: MongoStore, mongo_database: str) -> None:  # noqa: F811

@@ -1,13 +1,15 @@
-"""Redis is away, stands still, forgets everything, forgets its scripts, under a running installation (F02, F22, F26, F28).
+"""Redis away, standing still, forgetting everything or only its scripts, under a running installation (F02, F22 to F28).
 
 One Redis of this file's own; the faults of single commands are in tests/contract/test_redis_faults.py.
 """
 
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 
+import httpx
 import pytest
 from redis import Redis
 
@@ -111,6 +113,42 @@ def test_f22_an_emptied_redis_gets_its_locks_back_before_anything_is_pushed_to_a
         [row] = shared.executions(task_id)
         assert row["fencing_token"] == rows[device]["fencing_token"] + 1
     verify(shared, [*running, *waiting, *free])
+
+
+def expire_lock(cluster: Cluster, redis: Server, device: str) -> None:
+    """As time would, if the execution took longer than its lock holds."""
+    prefix = f"{cluster.settings['redis_prefix']}{{p0}}:"
+    client = Redis.from_url(redis.url, decode_responses=True)
+    lock = str(client.hget(f"{prefix}locks", device))
+    assert lock.startswith("until=")
+    client.hset(f"{prefix}locks", device, f"until=1 {lock.partition(' ')[2]}")
+    client.zadd(f"{prefix}lock_ends", {device: 1})
+
+
+def locks_lost(cluster: Cluster) -> float:
+    text = httpx.get(f"{cluster.url}/metrics").text
+    return float(re.findall(r"^scriptdispatch_locks_lost_total (\S+)$", text, re.MULTILINE)[0])
+
+
+def test_f24_a_lock_that_expires_under_a_running_execution_lets_nobody_in_and_raises_the_alarm(
+    shared: Cluster, redis: Server, verify: Verify
+) -> None:
+    device, before = "dev-250", locks_lost(shared)
+    set_faults(shared, {"messages": "silent", "devices": [device], "count": 1})
+    task = shared.create(device)
+    shared.wait_status(task["id"], "send_success")
+    [row] = shared.executions(task["id"])
+    expire_lock(shared, redis, device)
+    follower = shared.create(device)
+    shared.until(lambda: lock_of(shared, device) == row["id"], 10, "the store's holder to get its lock back")
+    shared.until(lambda: locks_lost(shared) > before, 10, "the alarm")
+    assert accepted(shared, [follower["id"]]) == {follower["id"]: 0}
+    assert (shared.task(follower["id"])["status"], shared.task(follower["id"])["retry_count"]) == ("waiting", 0)
+    note_end(shared, row)
+    publish(shared, message(row, "SUCCESS", seq=1, exit_code=0))
+    all_succeeded(shared, [follower["id"]], 20)
+    assert shared.executions(follower["id"])[0]["fencing_token"] == row["fencing_token"] + 1
+    verify(shared, [task["id"], follower["id"]])
 
 
 @pytest.mark.slow
