@@ -21,9 +21,11 @@ class InsertTask(Struct, frozen=True, kw_only=True):
 
 class InsertExecution(Struct, frozen=True, kw_only=True):
     """W3. The store gives fence and attempt: highest + 1. Lost if the device has an open row: the outcome names it.
-    The same id again is won ("ours already"), with the numbers it was given."""
+    The same id again is won ("ours already"), with the numbers it was given. `fence_hint`: what the lock service remembers
+    of the device's highest fence; a store may begin with it instead of reading, and reads if it was wrong."""
 
     execution: Execution
+    fence_hint: int | None = None
 
 
 class ChangeTask(Struct, frozen=True, kw_only=True):

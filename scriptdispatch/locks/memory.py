@@ -1,6 +1,6 @@
 """Device locks, leader, nodes and breaker in one process. A new instance has no memory: `intact` is False."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
 from scriptdispatch.clock import Clock
@@ -23,7 +23,7 @@ class MemoryLocks:
             return [Grant(verdict="rebuilding") for _ in claims]
         return [self._acquire(claim) for claim in claims]
 
-    async def release(self, held: Sequence[tuple[str, str]]) -> list[bool]:
+    async def release(self, held: Sequence[tuple[str, str]], *, fences: Mapping[str, int] | None = None) -> list[bool]:
         freed = [self._delete(device_id, value) for device_id, value in held]
         self._queue.look_again([device_id for device_id, _ in held])
         return freed

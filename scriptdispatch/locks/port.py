@@ -6,7 +6,7 @@ the open execution of a device is the wall). Compared by value, which is an exec
 Raises `QueueUnavailable` (locks live with the queue).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Literal, Protocol
 
@@ -32,10 +32,12 @@ class Lock(Struct, frozen=True, kw_only=True):
 
 
 class Grant(Struct, frozen=True, kw_only=True):
-    """`granted`; `held` by another, which `holder` shows; or `rebuilding`: the locks are not restored yet (B1), wait."""
+    """`granted`; `held` by another, which `holder` shows; or `rebuilding`: the locks are not restored yet (B1), wait.
+    `fence`: the last one of this device that a release has named, not long ago; None: not remembered."""
 
     verdict: Literal["granted", "held", "rebuilding"]
     holder: Lock | None = None
+    fence: int | None = None
 
 
 class DeviceLocks(Protocol):
@@ -44,9 +46,10 @@ class DeviceLocks(Protocol):
         answer."""
         ...
 
-    async def release(self, held: Sequence[tuple[str, str]]) -> list[bool]:
+    async def release(self, held: Sequence[tuple[str, str]], *, fences: Mapping[str, int] | None = None) -> list[bool]:
         """K3. (device, execution id): deletes the lock if it has this value and opens the device's lane, in one step.
-        False: it was gone or another's, which is no error; the lane is looked at all the same."""
+        False: it was gone or another's, which is no error; the lane is looked at all the same. `fences`: of stored rows, by
+        device; a hint for the next grant (never counted here: PROTOCOL, "What the store holds")."""
         ...
 
     async def force(self, device_id: str, value: str) -> bool:

@@ -4,7 +4,7 @@ A lock that has expired is as good as none. A person can set one by hand, `HSET 
 has no task, no time and no end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from scriptdispatch.clock import Clock
 from scriptdispatch.errors import QueueUnavailable
@@ -33,9 +33,9 @@ class RedisLocks:
             raise
         return [_grant(claim, answer) for claim, answer in zip(claims, answers, strict=True)]
 
-    async def release(self, held: Sequence[tuple[str, str]]) -> list[bool]:
+    async def release(self, held: Sequence[tuple[str, str]], *, fences: Mapping[str, int] | None = None) -> list[bool]:
         try:
-            return await self._release(held)
+            return await self._release(held, fences)
         except QueueUnavailable:
             self._owed.add(held)
             raise
@@ -59,8 +59,9 @@ class RedisLocks:
     async def set_intact(self) -> None:
         await self._client.command("SET", self._epoch, self._partition.now_ms(), "NX")
 
-    async def _release(self, held: Sequence[tuple[str, str]]) -> list[bool]:
-        return await self._partition.change("release", list(held))
+    async def _release(self, held: Sequence[tuple[str, str]], fences: Mapping[str, int] | None = None) -> list[bool]:
+        known = fences or {}
+        return await self._partition.change("release", [(device, value, known.get(device, 0)) for device, value in held])
 
     def _rows(self, claims: Sequence[Claim]) -> list[tuple[str, str, str, int]]:
         now = self._partition.now_ms()
@@ -68,11 +69,10 @@ class RedisLocks:
 
 
 def _grant(claim: Claim, answer: int | list[str | int]) -> Grant:
-    if answer == GRANTED:
-        return Grant(verdict="granted")
     if answer == REBUILDING:
         return Grant(verdict="rebuilding")
-    assert isinstance(answer, list)
+    if isinstance(answer, int):
+        return Grant(verdict="granted", fence=answer - GRANTED or None)
     return Grant(verdict="held", holder=_lock(claim.device_id, *answer))  # type: ignore[arg-type]
 
 

@@ -4,7 +4,7 @@ A lock that has expired is as good as none. Releasing one and looking at its dev
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ class SqliteLocks:
     async def acquire(self, claims: Sequence[Claim]) -> list[Grant]:
         return await self._write(partial(_acquire, claims, now_ms(self._clock))) if claims else []
 
-    async def release(self, held: Sequence[tuple[str, str]]) -> list[bool]:
+    async def release(self, held: Sequence[tuple[str, str]], *, fences: Mapping[str, int] | None = None) -> list[bool]:
         return await self._free(held) if held else []
 
     async def force(self, device_id: str, value: str) -> bool:

@@ -122,7 +122,8 @@ class Closing:
         if not held:
             return
         try:
-            released = await self._backends.locks.release(held)
+            fences = {row.device_id: row.fencing_token for row in rows if row.device_id and row.fencing_token}
+            released = await self._backends.locks.release(held, fences=fences)
         except QueueUnavailable as error:
             log.warning("locks not released; the reconciler will", error=str(error), locks=len(held))
             return

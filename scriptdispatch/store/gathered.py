@@ -22,16 +22,12 @@ class Gathered(Generic[T]):
         """In the order asked; None for what is not there."""
         if not ids:
             return []
-        found = await self.ask(ids)
-        return [found.get(id) for id in ids]
-
-    def ask(self, ids: Sequence[str]) -> "asyncio.Future[dict[str, T]]":
-        """What is there of them, by id; perhaps with what others asked for."""
         answer: asyncio.Future[dict[str, T]] = asyncio.get_running_loop().create_future()
         self._waiting.append((ids, answer))
         if self._runner is None:
             self._runner = asyncio.create_task(self._run())
-        return answer
+        found = await answer
+        return [found.get(id) for id in ids]
 
     async def _run(self) -> None:
         while self._waiting:

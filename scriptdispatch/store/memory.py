@@ -202,9 +202,6 @@ class MemoryStore:
         if line.seq is not None:
             self._seen.add((line.execution_id, line.seq))
 
-    def expect_execution(self, device_id: str) -> None:
-        """The insert gives the fence in its own step: there is nothing to read ahead."""
-
     async def quarantine(self, items: Sequence[Quarantined]) -> None:
         for item in items:
             self._quarantine.setdefault(item.id, item)

@@ -66,7 +66,6 @@ class MongoStore:
         self._db: writes.Database
         self._counts: StatusCounts
         self._lanes: dict[type[Change], Lane[Any]] = {}
-        self._execution_inserts: ExecutionInserts
         self._task_reads = Gathered(partial(self._fetch, documents.TASK, schema.TASKS, TASK_FIELDS))
         settled = partial(self._fetch, documents.TASK, schema.TASKS, TASK_FIELDS, concern=ReadConcern("majority"))
         self._settled_reads = Gathered(settled)
@@ -92,12 +91,11 @@ class MongoStore:
             with pymongo.timeout(OPEN_S):
                 await schema.create(self._db)
         self._counts = StatusCounts(self._db)
-        self._execution_inserts = ExecutionInserts(self._db)
         self._lanes = {
             ChangeTask: Lane(partial(writes.change_tasks, self._db), attrgetter("task_id")),
             ChangeExecution: Lane(partial(writes.change_executions, self._db), attrgetter("execution_id")),
             InsertTask: Lane(writes.TaskInserts(self._db).flush, attrgetter("task.id")),
-            InsertExecution: Lane(self._execution_inserts.flush, attrgetter("execution.id")),
+            InsertExecution: Lane(ExecutionInserts(self._db).flush, attrgetter("execution.id")),
         }
 
     async def close(self) -> None:
@@ -193,9 +191,6 @@ class MongoStore:
     async def purge_remembered(self, before: datetime) -> int:
         with foreign_errors(writing=True), pymongo.timeout(SLOW_S):
             return (await self._db[schema.REMEMBERED].delete_many({"begun_at": {"$lt": before}}, hint="age")).deleted_count
-
-    def expect_execution(self, device_id: str) -> None:
-        self._execution_inserts.expect(device_id)
 
     # --- reads: tasks
 

@@ -89,10 +89,14 @@ def _plain(kind: Any) -> Any:
     return kind
 
 
-class Documents(Generic[T]):
-    """One kind of record. `lean`: what has its default value is left out too (nothing is ever expected of it)."""
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
-    def __init__(self, record: type[T], *, lean: bool = False) -> None:
+
+class Documents(Generic[T]):
+    """One kind of record. `lean`: fields that are left out, too, where they have their default value."""
+
+    def __init__(self, record: type[T], *, lean: Sequence[str] = ()) -> None:
         self.record = record
         fields = msgspec.structs.fields(record)
         self._keys = {field.name: "_id" if field.name == "id" else field.encode_name for field in fields}
@@ -101,14 +105,14 @@ class Documents(Generic[T]):
         self._decode = [(self._keys[name], pair[1]) for name, pair in codecs.items() if pair]
         self._plan = [(name, key, self._encode[name]) for name, key in self._keys.items()]
         self._required = [self._keys[field.name] for field in fields if field.required and field.name != "id"]
-        self._defaults = {field.name: field.default for field in fields} if lean else {}
+        self._defaults = {field.name: _default(field) for field in fields if field.name in lean}
         self._has_id = "id" in self._keys
 
     def to_document(self, record: T) -> Document:
         document: Document = {}
         for name, key, encode in self._plan:
             value = getattr(record, name)
-            if value is None or (self._defaults and value == self._defaults[name]):
+            if value is None or (name in self._defaults and value == self._defaults[name]):
                 continue
             document[key] = value if encode is None else encode(value)
         return document
@@ -131,23 +135,25 @@ class Documents(Generic[T]):
 
     def expectation(self, expect: Mapping[str, Any]) -> Document:
         """As a filter. null matches what is absent, alone and in a list."""
-        return {
-            self._keys[name]: {"$in": [self._value(name, one) for one in wanted]}
-            if isinstance(wanted, tuple)
-            else self._value(name, wanted)
-            for name, wanted in expect.items()
-        }
+        return {self._keys[name]: self._wanted(name, wanted) for name, wanted in expect.items()}
+
+    def _wanted(self, name: str, wanted: Any) -> Any:
+        several = wanted if isinstance(wanted, tuple) else (wanted,)
+        values = [self._value(name, one) for one in several]
+        if name in self._defaults and self._defaults[name] in several:
+            values.append(None)  # it may have been left out
+        return {"$in": values} if isinstance(wanted, tuple) or len(values) > 1 else values[0]
 
     def _value(self, name: str, value: Any) -> Any:
         encode = self._encode[name]
         return value if encode is None or value is None else encode(value)
 
 
-TASK: Final = Documents(Task)
+TASK: Final = Documents(Task, lean=("secret_params", "labels", "retry"))
 SCRIPT: Final = Documents(Script)
-EXECUTION: Final = Documents(Execution)
-HISTORY: Final = Documents(History)
-LOG: Final = Documents(LogLine, lean=True)
+EXECUTION: Final = Documents(Execution, lean=("retryable", "log_lines", "log_dropped"))
+HISTORY: Final = Documents(History, lean=("retry_count",))
+LOG: Final = Documents(LogLine, lean=("late", "truncated"))
 QUARANTINE: Final = Documents(Quarantined)
 REMEMBERED: Final = Documents(Remembered)
 TOKEN: Final = Documents(Token)
@@ -161,7 +167,7 @@ def task_document(insert: InsertTask) -> Document:
     """With its first history row: one document, one atomic insert."""
     document = TASK.to_document(insert.task)
     document["tail"] = insert.task.id[-TAIL:]
-    document["history"] = [HISTORY.to_document(insert.history)]
+    document["history"] = [history_document(insert.history, None)]
     return document
 
 
@@ -200,6 +206,8 @@ def execution_cas(change: ChangeExecution) -> Cas:
 
 
 SAME_EXECUTION: Final = True  # in a stored history row: the execution that was started last
+SAME_ACTOR: Final = True  # the worker is the one who did it
+USUAL_KIND: Final = "STATE_CHANGE"  # left out
 
 
 def _under_way(change: ChangeTask) -> str | None:
@@ -211,8 +219,12 @@ def _under_way(change: ChangeTask) -> str | None:
 
 def history_document(row: History, under_way: str | None) -> Document:
     """A row about the execution that is under way does not repeat its id: the row of its start names it. So the rows of
-    many tasks are alike, and their changes one statement."""
+    many tasks are alike, and their changes one statement. Short, for each later change writes all of them again."""
     document = HISTORY.to_document(row)
+    if row.kind == USUAL_KIND:
+        del document["kind"]
+    if row.worker_id is not None and row.worker_id == row.actor:
+        document["worker_id"] = SAME_ACTOR
     if row.execution_id is not None and row.execution_id == under_way:
         document["execution_id"] = SAME_EXECUTION
     return document
@@ -225,6 +237,9 @@ def history_rows(documents: Sequence[Document]) -> list[History]:
     for document in documents:
         if document.get("execution_id") is SAME_EXECUTION:
             document["execution_id"] = named
+        if document.get("worker_id") is SAME_ACTOR:
+            document["worker_id"] = document["actor"]
+        document.setdefault("kind", USUAL_KIND)
         if document.get("to") == RUNNING:
             named = document.get("execution_id")
         rows.append(HISTORY.from_document(document))

@@ -1,11 +1,10 @@
 """W3 on MongoDB: inserts executions and gives each its fence and attempt, highest + 1, without gaps.
 
-The numbers are a guess (a hint of this process, else read) that the unique indexes confirm or refuse: two who guess the same
-number cannot both have it, and the later one numbers anew. A device's fence hint is only used for a while: clean-up removes
-low fences, so that a hint from before it would not be refused though it is too low."""
+The numbers are a guess (the lock service's hint for the fence, "the first" for the attempt; else read) that the unique
+indexes confirm or refuse: two who guess the same number cannot both have it, and the later one numbers anew, from what it
+reads."""
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -17,79 +16,49 @@ from pymongo.asynchronous.collection import AsyncCollection
 from scriptdispatch.domain.changes import Applied, InsertExecution
 from scriptdispatch.domain.model import Execution
 from scriptdispatch.errors import StoreUnavailable
-from scriptdispatch.store.gathered import Gathered
 from scriptdispatch.store.mongo_commands import insert_new
 from scriptdispatch.store.mongo_documents import EXECUTION
 from scriptdispatch.store.mongo_schema import BY_ID, EXECUTIONS
 from scriptdispatch.store.mongo_writes import ROUNDS, Database, insist
 from scriptdispatch.store.port import Document
 
-HINT_S: Final = 60.0  # far below any retention
-HINTS: Final = 20_000
 ACTIVE: Final = ("device_id",)  # the fields of the index on open rows
 
 
 class ExecutionInserts:
     def __init__(self, database: Database) -> None:
         self._rows: AsyncCollection[Document] = database[EXECUTIONS]
-        self._fences: dict[str, tuple[int, float]] = {}  # device -> highest fence that we inserted or read, when
-        self._reads = Gathered(partial(self._highest, "device_id", "fencing_token", "fence"))
-        self._expected: dict[str, asyncio.Future[dict[str, int]]] = {}  # device -> its fence, which is being read
-
-    def expect(self, device_id: str) -> None:
-        """Reads the fence ahead, beside whatever stands between this and the insert: a hint like any other."""
-        if device_id not in self._expected and not self._hints([device_id]):
-            reading = self._expected[device_id] = self._reads.ask([device_id])
-            reading.add_done_callback(partial(self._foresee, device_id, time.monotonic()))
-
-    def _foresee(self, device_id: str, asked_at: float, reading: "asyncio.Future[dict[str, int]]") -> None:
-        del self._expected[device_id]
-        if not reading.cancelled() and reading.exception() is None and device_id not in self._fences:
-            self._remember(device_id, reading.result().get(device_id, 0), asked_at)  # failed: the insert reads for itself
 
     async def flush(self, inserts: Sequence[InsertExecution], token: ObjectId) -> list[Applied]:
         """The row's own id is its token: a repeated insert finds it and takes the numbers it was given."""
-        return await insist(partial(self._insert, [insert.execution for insert in inserts]))
+        return await insist(partial(self._insert, inserts))
 
-    async def _insert(self, rows: Sequence[Execution]) -> list[Applied]:
+    async def _insert(self, inserts: Sequence[InsertExecution]) -> list[Applied]:
         outcomes: dict[int, Applied] = {}
-        todo = dict(enumerate(rows))
+        todo = {place: insert.execution for place, insert in enumerate(inserts)}
+        hints = {i.execution.device_id: i.fence_hint for i in inserts if i.execution.device_id and i.fence_hint is not None}
         guess = True
         for _ in range(ROUNDS):
-            numbered = await self._number(todo, guess)
+            numbered = await self._number(todo, hints if guess else {}, guess)
             refused = await insert_new(self._rows, [EXECUTION.to_document(row) for row in numbered.values()])
             places = list(todo)
-            outcomes |= {place: self._won(numbered[place]) for i, place in enumerate(places) if i not in refused}
+            outcomes |= {place: _won(numbered[place]) for i, place in enumerate(places) if i not in refused}
             if not refused:
-                return [outcomes[place] for place in range(len(rows))]
+                return [outcomes[place] for place in range(len(inserts))]
             outcomes |= await self._sort_out({places[i]: (todo[places[i]], fields) for i, fields in refused.items()})
             todo = {place: row for place, row in todo.items() if place not in outcomes}
             if not todo:
-                return [outcomes[place] for place in range(len(rows))]
+                return [outcomes[place] for place in range(len(inserts))]
             guess = False
         raise StoreUnavailable("numbers of executions were taken by others all the time")
 
-    def _won(self, row: Execution) -> Applied:
-        if row.device_id is not None and row.fencing_token is not None:
-            self._remember(row.device_id, row.fencing_token, time.monotonic())
-        return Applied(won=True, attempt=row.attempt, fencing_token=row.fencing_token)
-
-    def _remember(self, device_id: str, fence: int, at: float) -> None:
-        self._fences.pop(device_id, None)
-        self._fences[device_id] = (fence, at)
-        if len(self._fences) > HINTS:
-            del self._fences[next(iter(self._fences))]
-
     # --- numbers
 
-    async def _number(self, todo: dict[int, Execution], guess: bool) -> dict[int, Execution]:
+    async def _number(self, todo: dict[int, Execution], hints: dict[str, int], guess: bool) -> dict[int, Execution]:
         """The rows with their numbers, guessed the first time, read after a guess was wrong."""
-        wanted = {row.device_id for row in todo.values() if row.device_id is not None}
-        if under_way := {self._expected[device] for device in wanted if device in self._expected}:
-            await asyncio.wait(under_way)  # bounded as every read is
-        fences = self._hints(wanted) if guess else {}
+        fences = dict(hints)
         attempts = {row.task_id: 0 for row in todo.values() if _is_first(row)} if guess else {}
-        devices = wanted - fences.keys()
+        devices = {row.device_id for row in todo.values() if row.device_id is not None} - fences.keys()
         tasks = {row.task_id for row in todo.values()} - attempts.keys()
         read_fences, read_attempts = await asyncio.gather(
             self._highest("device_id", "fencing_token", "fence", devices),
@@ -98,11 +67,6 @@ class ExecutionInserts:
         fences |= read_fences
         attempts |= read_attempts
         return {place: _numbered(row, attempts, fences) for place, row in todo.items()}
-
-    def _hints(self, devices: Iterable[str]) -> dict[str, int]:
-        oldest = time.monotonic() - HINT_S
-        known = ((device, self._fences.get(device)) for device in devices)
-        return {device: hint[0] for device, hint in known if hint is not None and hint[1] > oldest}
 
     async def _highest(self, owner: str, number: str, index: str, wanted: Iterable[str]) -> dict[str, int]:
         return await highest(self._rows, owner, number, index, wanted)
@@ -121,8 +85,6 @@ class ExecutionInserts:
                 outcomes[place] = Applied(won=True, attempt=mine["attempt"], fencing_token=mine.get("fencing_token"))
             elif fields == ACTIVE and row.device_id in holders:
                 outcomes[place] = Applied(won=False, holder=holders[row.device_id])
-            elif row.device_id is not None:
-                self._fences.pop(row.device_id, None)
         return outcomes
 
     async def _ours(self, ids: Sequence[str]) -> dict[str, Any]:
@@ -136,6 +98,10 @@ class ExecutionInserts:
         where = {"active": True, "device_id": {"$in": list(devices)}}
         found = self._rows.find(where, {"device_id": 1}, hint="active_device", batch_size=len(devices) + 1)
         return {document["device_id"]: document["_id"] async for document in found}
+
+
+def _won(row: Execution) -> Applied:
+    return Applied(won=True, attempt=row.attempt, fencing_token=row.fencing_token)
 
 
 def _is_first(row: Execution) -> bool:

@@ -135,11 +135,6 @@ class Store(Protocol):
 
     async def purge_remembered(self, before: datetime) -> int: ...
 
-    def expect_execution(self, device_id: str) -> None:
-        """An execution of this device is about to be inserted: a store that reads the device's highest fence for it may do
-        so now. Promises nothing, never blocks."""
-        ...
-
     # --- reads: tasks
 
     async def tasks(self, ids: Sequence[str], *, settled: bool = False) -> list[Task | None]:

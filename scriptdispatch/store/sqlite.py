@@ -89,9 +89,6 @@ class SqliteStore:
         rows = [[now, *LOG.row(line)] for line in lines]
         return await self._database.write(lambda db: writes.append_lines(db, lines, rows, max_per_execution))
 
-    def expect_execution(self, device_id: str) -> None:
-        """The insert gives the fence in its own step: there is nothing to read ahead."""
-
     async def quarantine(self, items: Sequence[Quarantined]) -> None:
         rows = [QUARANTINE.row(item) for item in items]
         await self._database.write(lambda db: db.executemany(_QUARANTINE, rows) and None)

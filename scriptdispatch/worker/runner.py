@@ -75,11 +75,10 @@ class Runner:
     # --- W2
 
     async def _acquire(self, item: Leased, execution_id: str) -> Verdict:
-        """W2. The id is chosen before, so that a repeated call gets the same answer. Task and fence are read beside the
-        lock, not after it: W4 and the indexes compare what they say."""
+        """W2. The id is chosen before, so that a repeated call gets the same answer. The task is read beside the lock, not
+        after it: W4 compares what it says."""
         if item.device_id is None:
-            return await self._look(item, execution_id, await self._read(item))
-        self._backends.store.expect_execution(item.device_id)
+            return await self._look(item, execution_id, await self._read(item), None)
         reading = asyncio.create_task(self._read(item))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard of, though nobody may ask
         try:
@@ -92,7 +91,7 @@ class Runner:
                 if ids.is_id(grant.holder.value):
                     return Verdict.GIVE_BACK  # busy at no cost; K3 of the holder opens the lane
                 return await self._foreign_lock(item, grant.holder.value)
-            return await self._look(item, execution_id, await reading)
+            return await self._look(item, execution_id, await reading, grant.fence)
         finally:
             reading.cancel()
 
@@ -118,7 +117,7 @@ class Runner:
         [task] = await self._backends.store.tasks([item.task_id])
         return task
 
-    async def _look(self, item: Leased, execution_id: str, task: Task | None) -> Verdict:
+    async def _look(self, item: Leased, execution_id: str, task: Task | None, fence: int | None) -> Verdict:
         """Is it to be carried out? "No" counts only if it was read under the lock."""
         if item.device_id is not None and not _is_due(task, self._backends.clock.now()):
             task = await self._read(item)
@@ -134,14 +133,13 @@ class Runner:
             return Verdict.FINISHED
         if item.device_id is not None and task.timeout_seconds > self._settings.execution_timeout:
             await self._backends.locks.acquire([self._claim(item, execution_id, task.timeout_seconds)])
-        return await self._insert(item, task, execution_id, await self._preparer.prepare(task), now)
+        prepared = await self._preparer.prepare(task)
+        row = self._snapshot(task, execution_id, prepared, now)
+        return await self._insert(item, task, InsertExecution(execution=row, fence_hint=fence), prepared)
 
-    # --- W3, W4
-
-    async def _insert(self, item: Leased, task: Task, execution_id: str, prepared: Prepared, now: datetime) -> Verdict:
-        """W3: fence and attempt are given by the store; the device's open execution, if there is one, wins."""
+    def _snapshot(self, task: Task, execution_id: str, prepared: Prepared, now: datetime) -> Execution:
         due = task.next_run_at or task.created_at
-        row = Execution(
+        return Execution(
             id=execution_id,
             task_id=task.id,
             round=task.round,
@@ -158,14 +156,19 @@ class Runner:
             created_at=now,
             wait_ms=max(0, int((now - due).total_seconds() * 1000)),
         )
-        [outcome] = await self._backends.store.commit([InsertExecution(execution=row)])
+
+    # --- W3, W4
+
+    async def _insert(self, item: Leased, task: Task, insert: InsertExecution, prepared: Prepared) -> Verdict:
+        """W3: fence and attempt are given by the store; the device's open execution, if there is one, wins."""
+        [outcome] = await self._backends.store.commit([insert])
         await crashpoints.reach("worker.after_W3", task.id)
         if not outcome.won:
             self._closing.metrics.counts["locks_lost_total"] += 1  # the lock was ours, and the device was not free
-            await self._release(task.device_id, execution_id)
+            await self._release(task.device_id, insert.execution.id)
             await self._restore_lock(outcome.holder)
             return Verdict.GIVE_BACK
-        row = msgspec.structs.replace(row, attempt=outcome.attempt, fencing_token=outcome.fencing_token)
+        row = msgspec.structs.replace(insert.execution, attempt=outcome.attempt, fencing_token=outcome.fencing_token)
         try:
             return await self._start(item, task, row, prepared)
         except Unavailable:

@@ -156,7 +156,7 @@ async def test_a_listener_that_stands_still_costs_the_sender_little(sqlite: Rig)
         began = time.monotonic()
         for n in range(500):
             await sqlite.events.publish([{"event": "flood", "n": n, "text": "x" * 2000}])
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 1.5
         go_on_reading(other)
 
 

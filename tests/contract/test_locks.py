@@ -74,6 +74,28 @@ async def test_only_the_holder_releases(rig: Rig) -> None:
     assert await rig.locks.release([]) == []
 
 
+async def test_a_fence_named_by_a_release_comes_with_the_next_grant_or_not_at_all(rig: Rig, manual: ManualClock) -> None:
+    """A hint: where the store numbers in one step with its insert, nobody needs it."""
+    remembers = rig.kind == "redis"
+
+    async def granted(device: str) -> int | None:
+        asked = claim(device)
+        (grant,) = await rig.locks.acquire([asked])
+        assert grant.verdict == "granted"
+        await rig.locks.release([(device, asked.execution_id)])
+        return grant.fence
+
+    assert await granted("a") is None
+    held = claim("a")
+    await rig.locks.acquire([held])
+    await rig.locks.release([("a", held.execution_id), ("b", new_id())], fences={"a": 7, "b": 2})
+    assert [await granted("a"), await granted("b"), await granted("c")] == ([7, 2, None] if remembers else [None] * 3)
+    await rig.locks.release([("a", new_id())], fences={"a": 6})
+    assert await granted("a") == (7 if remembers else None), "an older one that comes late"
+    manual.advance(3600)
+    assert await granted("a") is None, "clean-up may have removed what would refuse a fence that is too low"
+
+
 async def test_force_deletes_exactly_the_value_that_was_read(rig: Rig) -> None:
     await rig.locks.restore([claim("a", "maintenance")])
     assert await rig.locks.force("a", "something else") is False

@@ -417,7 +417,7 @@ async def test_a_sleeping_take_learns_of_an_item_due_earlier_than_it_knew(sqlite
     async with asyncio.timeout(5):
         (got,) = await taking
     assert got.task_id == sooner.task_id
-    assert 0 <= (sqlite.clock.now() - sooner.due_at).total_seconds() < 0.2
+    assert 0 <= (sqlite.clock.now() - sooner.due_at).total_seconds() < 1, "it slept on"
 
 
 async def test_a_take_that_is_cancelled_leaves_nothing_in_hand(rig: Rig, manual: ManualClock) -> None:

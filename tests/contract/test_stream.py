@@ -194,7 +194,7 @@ async def test_a_publish_wakes_a_consumer_in_another_process(sqlite: Rig) -> Non
     began = time.monotonic()
     await publish(sqlite, b"one")
     assert await process.line() != ""
-    assert time.monotonic() - began < 0.2
+    assert time.monotonic() - began < 1, "the bell, not the 5 s of its own look"
     await process.end()
 
 

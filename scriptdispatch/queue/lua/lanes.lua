@@ -20,6 +20,7 @@
 --   locks       hash    device → 'until=<ms> since=<ms> task=<task id> value=<value>'; anything else was put there by
 --                       hand: all of it is the value, and it has no end
 --   lock_names  zset    devices with a lock, in order; lock_ends: the same by the ms until which it holds
+--   fences      hash    device → 'fence ms': the fence of its last execution that was closed, and when that was said
 --   epoch       string  there once the locks were restored (B2)
 --   bell        channel rings when a sleeping take must look again
 --
@@ -32,6 +33,7 @@ local LOCKS, LOCK_NAMES, LOCK_ENDS, TYPES = at .. 'locks', at .. 'lock_names', a
 local DEVICE, KEY, DUE, TYPE, STATE, CRASHES, OWNER, LEASE = 1, 2, 3, 4, 5, 6, 7, 8
 local DELAYED, WAITING, LEASED = 0, 1, 2
 local PROMOTE = 1000 -- delayed items that one script makes waiting: some 10 ms
+local FENCES, FENCE_HOLDS = at .. 'fences', 3600000 -- ms: far less than any clean-up waits before it removes lower fences
 local UUID7 = '^%x%x%x%x%x%x%x%x%-%x%x%x%x%-7%x%x%x%-[89ab]%x%x%x%-%x%x%x%x%x%x%x%x%x%x%x%x$'
 
 local records = {} -- as read or written by this script; false: there is none
@@ -132,6 +134,16 @@ local function set_lock(device, claim, since)
   call('HSET', LOCKS, device, string.format('until=%.0f since=%.0f task=%s value=%s', claim[4], since, claim[3], claim[2]))
   call('ZADD', LOCK_NAMES, 0, device)
   call('ZADD', LOCK_ENDS, claim[4], device)
+end
+
+-- A hint. One that is too old could be lower than a fence whose row is gone, and nothing would refuse the next.
+local function last_fence(device, now)
+  local fence, at_ms = string.match(call('HGET', FENCES, device) or '', '^(%d+) (%d+)$')
+  return fence and now - tonumber(at_ms) < FENCE_HOLDS and tonumber(fence) or 0
+end
+
+local function remember_fence(device, fence, now)
+  if fence >= last_fence(device, now) then call('HSET', FENCES, device, string.format('%.0f %.0f', fence, now)) end
 end
 
 local function is_ours(value)

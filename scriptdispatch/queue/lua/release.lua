@@ -1,5 +1,5 @@
 -- release (K3), force (D3): deletes the lock if it has this value, and looks at the lane, in one step.
--- args     {now ms, {{device, value}, ...}}
+-- args     {now ms, {{device, value, fence of its stored row or 0}, ...}}
 -- answers  true or false for each: was it deleted
 local now, answers = args[1], {}
 for n, row in ipairs(args[2]) do
@@ -12,6 +12,7 @@ for n, row in ipairs(args[2]) do
     call('ZREM', LOCK_NAMES, device)
     call('ZREM', LOCK_ENDS, device)
   end
+  if row[3] > 0 then remember_fence(device, row[3], now) end
   look_at(device)
 end
 settle(now)
