@@ -9,6 +9,7 @@ may be lost with the power (queue and locks, which the store brings back).
 """
 
 import asyncio
+import os
 import queue
 import threading
 import time
@@ -115,6 +116,7 @@ class Database:
 
     def _connect(self, synchronous: str) -> Connection:
         try:
+            _for_its_owner(self.path)
             db = apsw.Connection(str(self.path), statementcachesize=300)
         except apsw.CantOpenError as error:
             raise apsw.CantOpenError(f"{self.path}: {error}") from None  # a person must know which file
@@ -170,6 +172,14 @@ def check_library() -> None:
 
 def version() -> str:
     return apsw.sqlite_lib_version()
+
+
+def _for_its_owner(path: Path) -> None:
+    """A new file is its owner's alone: it holds secrets. SQLite gives the files beside it the same mode."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    except OSError:
+        return  # it is there already; or SQLite will meet the same, and says which file and why
 
 
 def _version() -> int:

@@ -89,6 +89,25 @@ class Mongo:
         return f"mongodb://{LOOPBACK}:{ports[0]}/?replicaSet={REPLICA_SET}"
 
 
+class MongoAlone(Mongo):
+    """Not in a replica set: no oplog, no majority; what it has is on one disk."""
+
+    def command(self, data: Path, ports: tuple[int, ...]) -> list[str]:
+        command = super().command(data, ports)
+        at = command.index("--replSet")
+        return command[:at] + command[at + 2 :]
+
+    def ready(self, ports: tuple[int, ...]) -> bool:
+        from pymongo import MongoClient
+
+        client: MongoClient[dict[str, Any]]
+        with MongoClient(self.url(ports), serverSelectionTimeoutMS=2000) as client:
+            return bool(client.admin.command("hello").get("isWritablePrimary"))
+
+    def url(self, ports: tuple[int, ...]) -> str:
+        return f"mongodb://{LOOPBACK}:{ports[0]}/?directConnection=true"
+
+
 def _has_primary(client: "MongoClient[dict[str, Any]]", host: str) -> bool:
     from pymongo.errors import OperationFailure
 
@@ -178,12 +197,12 @@ def redis(*, durable: bool = False, options: tuple[str, ...] = ()) -> Kind:
     return Redis(find_redis(), durable, options)
 
 
-def mongo(*, options: tuple[str, ...] = ()) -> Kind:
+def mongo(*, options: tuple[str, ...] = (), alone: bool = False) -> Kind:
     try:
         import pymongo  # noqa: F401
     except ImportError:
         raise Missing("setting up mongod needs pymongo: install the extra `mongo`") from None
-    return Mongo(find_mongod(), options)
+    return (MongoAlone if alone else Mongo)(find_mongod(), options)
 
 
 def pulsar(*, full_speed: bool = False, settings: tuple[tuple[str, str], ...] = ()) -> Kind:

@@ -23,8 +23,6 @@ import psutil
 import pymongo
 import redis
 
-from tests.server_cache import find_mongod
-from tests.server_kinds import Mongo
 from tests.server_process import Server
 from tests.servers import private
 from tests.system.harness import free_port
@@ -48,7 +46,7 @@ class Ground:
             self.mongo = self._client(self.urls["mongo"])
             self.peers_mongo = self.mongo
             if not self._same_mongod:
-                alone = self._stack.enter_context(Server(Alone(find_mongod()), self.folder / "alone"))
+                alone = self._stack.enter_context(private("mongo", self.folder / "alone", alone=True))
                 self._know("peers' mongo", alone)
                 self.peers_mongo = self._client(self.urls["peers' mongo"])
             self.redis: Any = self._stack.enter_context(redis.Redis.from_url(self.urls["redis"]))
@@ -87,22 +85,6 @@ class Ground:
             yield stub
         finally:
             end(process)
-
-
-class Alone(Mongo):
-    """A mongod that is not in a replica set."""
-
-    def command(self, data: Path, ports: tuple[int, ...]) -> list[str]:
-        command = super().command(data, ports)
-        at = command.index("--replSet")
-        return command[:at] + command[at + 2 :]
-
-    def ready(self, ports: tuple[int, ...]) -> bool:
-        with pymongo.MongoClient[Any](self.url(ports), serverSelectionTimeoutMS=2000) as client:
-            return bool(client.admin.command("hello").get("isWritablePrimary"))
-
-    def url(self, ports: tuple[int, ...]) -> str:
-        return f"mongodb://127.0.0.1:{ports[0]}/?directConnection=true"
 
 
 class Stub:

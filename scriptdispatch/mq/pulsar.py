@@ -20,6 +20,7 @@ from scriptdispatch.mq.port import Delivery
 from scriptdispatch.mq.pulsar_hand import Hand, Received
 from scriptdispatch.mq.pulsar_link import Batch, PulsarLink
 from scriptdispatch.mq.pulsar_publisher import Publisher
+from scriptdispatch.mq.pulsar_version import broker_version
 
 T = TypeVar("T")
 THREADS = 6  # at most: a receive, a publish, a dead letter, a ping, acknowledgements
@@ -33,7 +34,8 @@ class PulsarStream:
     publishes never holds messages. `publish` raises ValueError for a message larger than the broker takes."""
 
     def __init__(self, url: str, topic: str, clock: Clock, *, consumer: bool = True) -> None:
-        self._clock, self._may_receive = clock, consumer
+        self._url, self._clock, self._may_receive = url, clock, consumer
+        self._version: str | None = None  # of the broker, once it has said it
         self._link = PulsarLink(url, topic)
         self._hand = Hand()
         self._publisher = Publisher(self._link, topic, self._in_thread)
@@ -71,10 +73,15 @@ class PulsarStream:
             self._pinging = self._started(self._link.ask)
         try:
             async with asyncio.timeout(PING_S):
-                await asyncio.shield(self._pinging)
+                _, version = await asyncio.gather(asyncio.shield(self._pinging), self._ask_version())
         except TimeoutError:
             raise StreamUnavailable(f"{self._link.name} does not answer within {PING_S:g} s") from None
-        return self._link.name
+        return self._link.name.replace("Pulsar", f"Pulsar {version}" if version else "Pulsar (it does not say which)", 1)
+
+    async def _ask_version(self) -> str | None:
+        if self._version is None:
+            self._version = await broker_version(self._url)
+        return self._version
 
     async def publish(self, messages: Sequence[tuple[str | None, bytes]]) -> None:
         await self._publisher.publish(messages)

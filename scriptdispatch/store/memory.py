@@ -288,6 +288,9 @@ class MemoryStore:
             del self._remembered[key]
         return len(old)
 
+    async def warnings(self) -> list[str]:
+        return []
+
     # --- reads: tasks
 
     async def tasks(self, ids: Sequence[str], *, settled: bool = False) -> list[Task | None]:

@@ -17,6 +17,7 @@ from pymongo import AsyncMongoClient
 from pymongo.errors import DuplicateKeyError
 from pymongo.read_concern import ReadConcern
 
+from scriptdispatch import logs
 from scriptdispatch.clock import Clock
 from scriptdispatch.domain.changes import Applied, Change, ChangeExecution, ChangeTask, InsertExecution, InsertTask
 from scriptdispatch.domain.model import (
@@ -46,6 +47,7 @@ from scriptdispatch.store.mongo_numbers import ExecutionInserts
 from scriptdispatch.store.mongo_reads import Query
 from scriptdispatch.store.port import Document, LogQuery, Remembered, Stats, TaskFilter
 
+log = logs.get("store")
 R = TypeVar("R", bound=msgspec.Struct)
 DATABASE: Final = "scriptdispatch"
 SELECT_S: Final = 3.0  # until a primary has answered
@@ -55,6 +57,11 @@ OPEN_S: Final = 300.0  # indexes on a store that has data already
 PAGE: Final = 1_000
 SAME_TAIL: Final = 1_000
 OLDEST: Final = (6, 0)  # partial indexes with $in
+ALONE: Final = "not a replica set"
+ALONE_WARNING: Final = (
+    "MongoDB is a single server, not a replica set: when it is gone, so is everything. Start it with --replSet rs0, run "
+    "rs.initiate() once, and add ?replicaSet=rs0 to store_url"
+)
 
 
 class MongoStore:
@@ -90,6 +97,8 @@ class MongoStore:
             _check_version(await self._client.admin.command("buildInfo"))
             with pymongo.timeout(OPEN_S):
                 await schema.create(self._db)
+        for warning in await self.warnings():
+            log.warning(warning, event_name="store.warning")
         self._counts = StatusCounts(self._db)
         self._lanes = {
             ChangeTask: Lane(partial(writes.change_tasks, self._db), attrgetter("task_id")),
@@ -109,8 +118,12 @@ class MongoStore:
     async def ping(self) -> str:
         with foreign_errors():
             build, hello = await self._db.command("buildInfo"), await self._db.command("hello")
-        where = f"replica set {hello['setName']}" if "setName" in hello else "not a replica set"
-        return f"MongoDB {build['version']}, {where}, database {self._db.name}"
+        return f"MongoDB {build['version']}, {_kind(hello)}, database {self._db.name}"
+
+    async def warnings(self) -> list[str]:
+        with foreign_errors():
+            alone = _kind(await self._db.command("hello")) == ALONE
+        return [ALONE_WARNING] if alone else []
 
     # --- writes
 
@@ -332,6 +345,12 @@ class MongoStore:
             source = self._db.get_collection(collection, read_concern=concern)
             found = source.find({"_id": {"$in": ids}}, fields, hint=schema.BY_ID, batch_size=len(ids) + 1)
             return {document["_id"]: kind.from_document(document) for document in await found.to_list()}
+
+
+def _kind(hello: Mapping[str, Any]) -> str:
+    if hello.get("msg") == "isdbgrid":
+        return "sharded"
+    return f"replica set {hello['setName']}" if "setName" in hello else ALONE
 
 
 def _check_version(build: Document) -> None:

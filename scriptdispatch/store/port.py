@@ -135,6 +135,10 @@ class Store(Protocol):
 
     async def purge_remembered(self, before: datetime) -> int: ...
 
+    async def warnings(self) -> list[str]:
+        """What works and should be otherwise, each in a sentence that says what to do."""
+        ...
+
     # --- reads: tasks
 
     async def tasks(self, ids: Sequence[str], *, settled: bool = False) -> list[Task | None]:

@@ -150,6 +150,9 @@ class SqliteStore:
     async def purge_remembered(self, before: datetime) -> int:
         return await self._change(_PURGE_REMEMBERED, to_ms(before))
 
+    async def warnings(self) -> list[str]:
+        return []
+
     # --- reads: tasks
 
     async def tasks(self, ids: Sequence[str], *, settled: bool = False) -> list[Task | None]:

@@ -42,7 +42,7 @@ async def exposition(backends: Backends, own: dict[str, Any]) -> bytes:
         _plain("oldest_waiting_seconds", "How long the longest due task has waited.", age),
         _gauge("workers", "Workers by status.", "status", _worker_counts(nodes)),
         _plain("locks", "Device locks in force.", locks),
-        _plain("consumer_lag", "Messages not acknowledged yet.", max((n.consumer_lag or 0 for n in alive), default=0)),
+        *_lag([node.consumer_lag for node in alive if node.consumer_lag is not None]),
         _plain("leader", "1 if a node leads.", int(leader is not None)),
         _plain("breaker_open", "1 while central control counts as away.", int(breaker.open)),
         _plain("quarantine", "Messages in the quarantine.", quarantined),
@@ -69,6 +69,11 @@ async def _count_locks(backends: Backends) -> int:
         if len(page) < LOCK_PAGE:
             break
     return total
+
+
+def _lag(known: list[int]) -> list[Metric]:
+    """No sample rather than a zero where it is not known (Pulsar tells it only to its admin API)."""
+    return [_plain("consumer_lag", "Messages not acknowledged yet.", max(known))] if known else []
 
 
 def _worker_counts(nodes: list[tuple[NodeRecord, bool]]) -> dict[str, int]:

@@ -2,13 +2,14 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 from bson import ObjectId
 from pymongo import AsyncMongoClient, monitoring
 
+from scriptdispatch import logs
 from scriptdispatch.domain import lifecycle
 from scriptdispatch.domain.changes import ChangeExecution, ChangeTask, InsertExecution, InsertTask
 from scriptdispatch.domain.model import Error
@@ -33,6 +34,7 @@ from tests.contract.store_values import (
 )
 from tests.contract.test_store_reads import FILTERS
 from tests.contract.test_store_sqlite import call_everything
+from tests.server_process import Server
 from tests.servers import with_database
 
 READS = ("find", "aggregate", "count")
@@ -362,6 +364,27 @@ async def test_a_key_freed_by_clean_up_can_be_taken_again_at_once(store: MongoSt
     await finish(store, first, NOW)
     await store.purge(NOW.replace(year=2030), 5)
     assert (await get_task(store, (await insert_task(store, dedupe_key="k")).id)).dedupe_key == "k"
+
+
+# --- a server that is no replica set
+
+
+async def test_a_single_server_is_taken_with_a_warning_that_says_what_to_do(
+    start_server: Callable[..., Server], store: MongoStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await store.warnings() == []
+    logs.configure("info", "json")
+    alone = MongoStore(with_database(start_server("mongo", alone=True).url, "alone"), HeldClock())
+    await alone.open()
+    try:
+        [warning] = await alone.warnings()
+        assert "rs.initiate()" in warning
+        assert warning in capsys.readouterr().err
+        assert "not a replica set" in await alone.ping()
+        task = await insert_task(alone, device_id="dev-1")
+        assert (await insert_row(alone, task)).fencing_token == 1
+    finally:
+        await alone.close()
 
 
 # --- errors

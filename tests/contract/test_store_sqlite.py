@@ -73,6 +73,15 @@ def plan(db: apsw.Connection, sql: str, values: Any) -> list[str]:
     return [str(row[3]) for row in db.execute(f"EXPLAIN QUERY PLAN {sql}", values)]
 
 
+async def test_a_new_file_is_its_owners_alone_with_all_that_stands_beside_it(
+    store: SqliteStore, database: WatchedDatabase
+) -> None:
+    await insert_task(store)
+    found = {path.name: path.stat().st_mode & 0o777 for path in database.path.parent.glob("store.db*") if path.is_file()}
+    assert len(found) >= 3
+    assert set(found.values()) == {0o600}, found
+
+
 async def call_everything(store: SqliteStore) -> set[str]:
     """Every method of the port, so that every statement is seen; answers their names."""
     called: set[str] = set()
@@ -83,6 +92,7 @@ async def call_everything(store: SqliteStore) -> set[str]:
 
     task = await insert_task(store, script=make_script(), labels={"a": "b"}, dedupe_key="k", device_id="dev-1")
     task, row = await start(store, task)
+    assert await via("warnings")() == []
     await via("commit")([lifecycle.stamp(row, "w", NOW, 1)], term=1)
     await via("commit")([lifecycle.request_cancel(task, "me", "", NOW)])
     await via("append_logs")([make_line(row, n) for n in range(3)], max_per_execution=2)
