@@ -21,6 +21,7 @@ LOCK_GRACE = timedelta(seconds=crashpoints.grace_s(30))  # R1: a worker between 
 UNSENT_GRACE = timedelta(seconds=crashpoints.grace_s(60))  # R4
 SETTLE_GRACE = timedelta(seconds=crashpoints.grace_s(30))  # R3: whoever closed a row has settled it by then
 RECENT = timedelta(seconds=60)  # R5: tasks that fell due just now are looked at every few seconds
+MOST_FOLLOWED = 300_000  # more than that: look at all of them again rather than remember them
 LOCK_MARGIN_S = 300.0  # the lock's own expiry is only a garbage collector
 log = logs.get("reconcile")
 
@@ -29,6 +30,7 @@ class Reconciler:
     def __init__(self, backends: Backends, settings: Settings, closing: Closing | None = None) -> None:
         self._backends, self._settings = backends, settings
         self._closing = closing or Closing(backends, settings, role="reconciler")
+        self._followed: set[str] = set()  # rows of the last round of R3 whose tasks have followed
 
     async def run_all(self, term: int | None = None) -> dict[str, int]:
         """Everything, now, over all data."""
@@ -167,15 +169,21 @@ class Reconciler:
     # --- R3, R4, T1
 
     async def settle_recent(self, term: int | None = None) -> int:
-        """R3: rows closed a moment ago whose task or lock may not have followed."""
+        """R3: rows closed a moment ago whose task or lock may not have followed. Each is looked at once, though it is seen
+        in several rounds: but for those that were never stamped, whose task may still be started by a late W4."""
         now = self._backends.clock.now()
-        settled, after = 0, None
-        since, until = now - timedelta(seconds=120), now - SETTLE_GRACE
-        while page := await self._backends.store.closed_executions(since, until, after, PAGE):
-            settled += await self._settle_unsettled(page, term)
-            after = page[-1].id
+        until, after, settled = now - SETTLE_GRACE, (now - timedelta(seconds=120), ""), 0
+        seen: set[str] = set()
+        while page := await self._backends.store.closed_executions(after, until, PAGE):
+            rows = await self._backends.store.executions([id for _, id in page if id not in self._followed])
+            there = [row for row in rows if row is not None]
+            settled += await self._settle_unsettled(there, term)
+            again = {row.id for row in there if row.sending_at is None}
+            seen.update(id for _, id in page if id not in again)
+            after = page[-1]
             if len(page) < PAGE:
                 break
+        self._followed = seen if len(seen) <= MOST_FOLLOWED else set()
         return settled
 
     async def settle_all(self, term: int | None = None) -> int:

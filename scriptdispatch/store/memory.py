@@ -29,7 +29,7 @@ from scriptdispatch.domain.model import (
     Token,
 )
 from scriptdispatch.errors import StaleTerm
-from scriptdispatch.store.port import LogQuery, Remembered, Stats, TaskFilter
+from scriptdispatch.store.port import LogQuery, Moment, Remembered, Stats, TaskFilter
 from scriptdispatch.store.summary import HISTORY_KEPT, NEWEST, build_stats
 
 _WON: Final = Applied(won=True)
@@ -310,7 +310,7 @@ class MemoryStore:
     async def scripts(self, ids: Sequence[str]) -> list[Script | None]:
         return [self._scripts.get(id) for id in ids]
 
-    async def due_tasks(self, until: datetime, after: tuple[datetime, str] | None, limit: int) -> list[Task]:
+    async def due_tasks(self, until: datetime, after: Moment | None, limit: int) -> list[Task]:
         def wanted(task: Task) -> bool:
             at = task.next_run_at
             due = task.status in EXECUTABLE and at is not None and at <= until
@@ -383,9 +383,11 @@ class MemoryStore:
         late = [row for row in rows if row.deadline_at is not None and row.deadline_at < now]
         return sorted(late, key=attrgetter("deadline_at", "id"))[:limit]
 
-    async def closed_executions(self, since: datetime, until: datetime, after: str | None, limit: int) -> list[Execution]:
-        rows = [row for row in _newest(self._executions.values(), since, until) if row.id > (after or "")]
-        return sorted(rows, key=attrgetter("id"))[:limit]
+    async def closed_executions(
+        self, after: tuple[datetime, str], until: datetime, limit: int
+    ) -> list[tuple[datetime, str]]:
+        ended = sorted((row.finished_at, row.id) for row in self._executions.values() if row.finished_at is not None)
+        return [(at, id) for at, id in ended if after < (at, id) and at < until][:limit]
 
     # --- reads: the rest
 

@@ -45,7 +45,7 @@ from scriptdispatch.store.mongo_errors import foreign_errors
 from scriptdispatch.store.mongo_lanes import Job, Lane
 from scriptdispatch.store.mongo_numbers import ExecutionInserts
 from scriptdispatch.store.mongo_reads import Query
-from scriptdispatch.store.port import Document, LogQuery, Remembered, Stats, TaskFilter
+from scriptdispatch.store.port import Document, LogQuery, Moment, Remembered, Stats, TaskFilter
 
 log = logs.get("store")
 R = TypeVar("R", bound=msgspec.Struct)
@@ -227,7 +227,7 @@ class MongoStore:
     async def scripts(self, ids: Sequence[str]) -> list[Script | None]:
         return await self._script_reads.get(ids)
 
-    async def due_tasks(self, until: datetime, after: tuple[datetime, str] | None, limit: int) -> list[Task]:
+    async def due_tasks(self, until: datetime, after: Moment | None, limit: int) -> list[Task]:
         found: list[Task] = []
         for query in reads.due_queries(until, after):
             if len(found) < limit:
@@ -278,11 +278,14 @@ class MongoStore:
     async def overdue_executions(self, now: datetime, limit: int) -> list[Execution]:
         return await self._executions(reads.overdue_query(now), limit)
 
-    async def closed_executions(self, since: datetime, until: datetime, after: str | None, limit: int) -> list[Execution]:
-        """The ids from the index alone, in their order; then those rows."""
-        found = await self._find(schema.EXECUTIONS, reads.closed_query(since, until, after), limit, {"_id": 1})
-        rows = await self.executions([document["_id"] for document in found])
-        return [row for row in rows if row is not None]
+    async def closed_executions(
+        self, after: tuple[datetime, str], until: datetime, limit: int
+    ) -> list[tuple[datetime, str]]:
+        found: list[Moment] = []
+        for query in reads.closed_queries(after, until):
+            rows = await self._find(schema.EXECUTIONS, query, limit - len(found), {"finished_at": 1})
+            found += [(row["finished_at"], row["_id"]) for row in rows]
+        return found
 
     # --- reads: the rest
 

@@ -136,11 +136,14 @@ def overdue_query(now: datetime) -> Query:
     return Query(where, "deadline", [("deadline_at", UP), ("_id", UP)])
 
 
-def closed_query(since: datetime, until: datetime, after: str | None) -> Query:
-    where: Document = {"finished_at": {"$gte": since, "$lt": until, **DATE}}
-    if after is not None:
-        where["_id"] = {"$gt": after}
-    return Query(where, "closed", [("_id", UP)])
+def closed_queries(after: tuple[datetime, str], until: datetime) -> list[Query]:
+    """Those of the same moment first: a batch of executions shares its time."""
+    at, id = after
+    if at >= until:
+        return []
+    order = [("finished_at", UP), ("_id", UP)]
+    same = Query({"finished_at": {"$eq": at, **DATE}, "_id": {"$gt": id}}, "closed", order)
+    return [same, Query({"finished_at": {"$gt": at, "$lt": until, **DATE}}, "closed", order)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- stats

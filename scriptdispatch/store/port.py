@@ -26,6 +26,8 @@ from scriptdispatch.domain.model import (
     Token,
 )
 
+Moment = tuple[datetime, str]  # a time and an id: a place in the order of what happened
+
 
 class TaskFilter(Struct, frozen=True, kw_only=True):
     """What `GET /tasks` may ask for. All that is given must hold. `before_id` is the cursor: older than that task."""
@@ -160,7 +162,7 @@ class Store(Protocol):
 
     async def scripts(self, ids: Sequence[str]) -> list[Script | None]: ...
 
-    async def due_tasks(self, until: datetime, after: tuple[datetime, str] | None, limit: int) -> list[Task]:
+    async def due_tasks(self, until: datetime, after: Moment | None, limit: int) -> list[Task]:
         """R5: executable tasks with `next_run_at` ≤ until, ordered by (next_run_at, id), from after the given place on."""
         ...
 
@@ -206,8 +208,11 @@ class Store(Protocol):
         """T1: open, stamped rows whose `deadline_at` has passed, longest first."""
         ...
 
-    async def closed_executions(self, since: datetime, until: datetime, after: str | None, limit: int) -> list[Execution]:
-        """R3: rows closed in that span, by id."""
+    async def closed_executions(
+        self, after: tuple[datetime, str], until: datetime, limit: int
+    ) -> list[tuple[datetime, str]]:
+        """R3: when rows were closed, and their ids, in this order: behind `after`, before `until`. From the index alone, so
+        that looking often costs little."""
         ...
 
     # --- reads: the rest

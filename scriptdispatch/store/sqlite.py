@@ -16,7 +16,7 @@ from scriptdispatch.sqlite import Connection, Database, version
 from scriptdispatch.store import sqlite_reads as reads
 from scriptdispatch.store import sqlite_schema as schema
 from scriptdispatch.store import sqlite_writes as writes
-from scriptdispatch.store.port import LogQuery, Remembered, Stats, TaskFilter
+from scriptdispatch.store.port import LogQuery, Moment, Remembered, Stats, TaskFilter
 from scriptdispatch.store.sqlite_rows import (
     EXECUTION,
     HISTORY,
@@ -173,7 +173,7 @@ class SqliteStore:
     async def scripts(self, ids: Sequence[str]) -> list[Script | None]:
         return await self._by_ids(SCRIPT, reads.SCRIPTS_BY_ID, ids)
 
-    async def due_tasks(self, until: datetime, after: tuple[datetime, str] | None, limit: int) -> list[Task]:
+    async def due_tasks(self, until: datetime, after: Moment | None, limit: int) -> list[Task]:
         at, id = (to_ms(after[0]), after[1]) if after else (-(1 << 62), "")
         return await self._many(TASK, reads.DUE, to_ms(until), at, id, limit)
 
@@ -216,8 +216,11 @@ class SqliteStore:
     async def overdue_executions(self, now: datetime, limit: int) -> list[Execution]:
         return await self._many(EXECUTION, reads.OVERDUE, to_ms(now), limit)
 
-    async def closed_executions(self, since: datetime, until: datetime, after: str | None, limit: int) -> list[Execution]:
-        return await self._many(EXECUTION, reads.CLOSED, to_ms(since), to_ms(until), after or "", limit)
+    async def closed_executions(
+        self, after: tuple[datetime, str], until: datetime, limit: int
+    ) -> list[tuple[datetime, str]]:
+        rows = await self._rows(reads.CLOSED, to_ms(after[0]), after[1], to_ms(until), limit)
+        return [(from_ms(at), id) for at, id in rows]
 
     # --- reads: the rest
 

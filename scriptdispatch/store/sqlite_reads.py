@@ -71,8 +71,8 @@ OVERDUE: Final = (
     "AND deadline_at IS NOT NULL AND deadline_at < ? AND sending_at IS NOT NULL ORDER BY deadline_at, id LIMIT ?"
 )
 CLOSED: Final = (
-    f"SELECT {EXECUTION.select} FROM task_execution WHERE id IN (SELECT id FROM task_execution INDEXED BY execution_closed "
-    "WHERE finished_at >= ? AND finished_at < ? AND finished_at IS NOT NULL AND id > ? ORDER BY id LIMIT ?) ORDER BY id"
+    "SELECT finished_at, id FROM task_execution INDEXED BY execution_closed "
+    "WHERE (finished_at, id) > (?, ?) AND finished_at < ? AND finished_at IS NOT NULL ORDER BY finished_at, id LIMIT ?"
 )
 LOG_TOTALS: Final = (
     "SELECT coalesce(sum(log_lines), 0), coalesce(sum(log_dropped), 0) FROM task_execution INDEXED BY execution_attempt "

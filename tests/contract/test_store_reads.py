@@ -287,16 +287,21 @@ async def test_overdue_executions_are_open_and_stamped_longest_first(store: Stor
     assert rows[0].id in ids(await store.overdue_executions(NOW + timedelta(milliseconds=1), 10))
 
 
-async def test_closed_executions_of_a_span_come_by_id_page_by_page(store: Store) -> None:
+async def test_closed_executions_come_in_the_order_of_their_ends_page_by_page(store: Store) -> None:
     rows = [await insert_row(store, await insert_task(store)) for _ in range(9)]
     for i, row in enumerate(rows[:8]):
-        at = NOW + timedelta(seconds=(i * 5) % 8)  # not in the order of ids
+        at = NOW + timedelta(seconds=(i * 5) % 8 // 2)  # not in the order of ids, and two at a time
         await store.commit([lifecycle.close(row, "success", at, closed_by="t", reason="t")])
-    since, until = NOW + timedelta(seconds=1), NOW + timedelta(seconds=6)
-    wanted = [row.id for i, row in enumerate(rows[:8]) if 1 <= (i * 5) % 8 < 6]
-    assert ids(await store.closed_executions(since, until, None, 100)) == wanted
-    first = await store.closed_executions(since, until, None, 2)
-    assert ids(first) + ids(await store.closed_executions(since, until, first[-1].id, 100)) == wanted
+    until = NOW + timedelta(seconds=3)
+    wanted = sorted((NOW + timedelta(seconds=(i * 5) % 8 // 2), row.id) for i, row in enumerate(rows[:8]) if (i * 5) % 8 < 6)
+    assert await store.closed_executions((NOW, ""), until, 100) == wanted
+    paged, after = [], (NOW, "")
+    while page := await store.closed_executions(after, until, 1):
+        paged += page
+        after = page[-1]
+    assert paged == wanted
+    assert await store.closed_executions(wanted[3], until, 100) == wanted[4:]
+    assert await store.closed_executions((until, ""), until, 100) == []
 
 
 # --- stats

@@ -129,7 +129,7 @@ async def call_everything(store: SqliteStore) -> set[str]:
     await via("executions")([row.id])
     await via("executions_of")(task.id)
     await via("overdue_executions")(NOW, 5)
-    await via("closed_executions")(NOW, NOW, "a", 5)
+    await via("closed_executions")((NOW, "a"), NOW + timedelta(seconds=1), 5)
     await via("log_totals")(task.id)
     await via("quarantined")(5)
     await via("quarantined")(5, "a")
