@@ -51,12 +51,10 @@ class Reconciler:
     async def load(self, until: datetime, since: datetime | None = None) -> int:
         """Tasks due before `until` (from `since` on) that no queue has are pushed."""
         queued = 0
-        after: tuple[datetime, str] | None = (since, "") if since is not None else None
+        after = (since, "") if since is not None else None
         while page := await self._backends.store.due_tasks(until, after, PAGE):
-            queued += await self._push_missing(page)
-            last = page[-1]
-            assert last.next_run_at is not None
-            after = (last.next_run_at, last.id)
+            queued += await self._push_missing([id for _, id in page])
+            after = page[-1]
             if len(page) < PAGE:
                 break
         return queued
@@ -72,9 +70,10 @@ class Reconciler:
     async def load_ahead(self) -> int:
         return await self.load(self._horizon())
 
-    async def _push_missing(self, tasks: Sequence[Task]) -> int:
-        known = await self._backends.queue.known([task.id for task in tasks])
-        missing = [task for task in tasks if task.id not in known]
+    async def _push_missing(self, due: Sequence[str]) -> int:
+        known = await self._backends.queue.known(due)
+        found = await self._backends.store.tasks([id for id in due if id not in known])
+        missing = [task for task in found if task is not None and _may_run(task)]
         if not missing:
             return 0
         await self._backends.queue.push([item_of(task) for task in missing])
@@ -87,8 +86,8 @@ class Reconciler:
         """Queue entries whose task is gone or over."""
         dropped, after = 0, None
         while page := await self._backends.queue.entries(after, PAGE):
-            tasks = await self._backends.store.tasks(page)
-            over = [id for id, task in zip(page, tasks, strict=True) if task is None or lifecycle.is_final(task.status)]
+            statuses = await self._backends.store.statuses(page)
+            over = [id for id in page if id not in statuses or lifecycle.is_final(statuses[id])]
             if over:
                 await self._backends.queue.remove(over)
                 dropped += len(over)
@@ -258,3 +257,7 @@ class Reconciler:
         """U3: central control is asked until it answers."""
         tasks = await self._backends.store.cancels_to_ask(PAGE)
         return [task for task in tasks if task.cancel_answer is None and task.execution_id is not None]
+
+
+def _may_run(task: Task) -> bool:
+    return lifecycle.is_executable(task.status) and task.next_run_at is not None

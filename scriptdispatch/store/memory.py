@@ -24,6 +24,7 @@ from scriptdispatch.domain.model import (
     LogLine,
     Quarantined,
     Script,
+    Status,
     StoredLine,
     Task,
     Token,
@@ -310,13 +311,13 @@ class MemoryStore:
     async def scripts(self, ids: Sequence[str]) -> list[Script | None]:
         return [self._scripts.get(id) for id in ids]
 
-    async def due_tasks(self, until: datetime, after: Moment | None, limit: int) -> list[Task]:
-        def wanted(task: Task) -> bool:
-            at = task.next_run_at
-            due = task.status in EXECUTABLE and at is not None and at <= until
-            return due and (after is None or (at, task.id) > after)
+    async def due_tasks(self, until: datetime, after: Moment | None, limit: int) -> list[Moment]:
+        executable = (task for task in self._tasks.values() if task.status in EXECUTABLE)
+        due = sorted((at, task.id) for task in executable if (at := task.next_run_at) is not None and at <= until)
+        return [place for place in due if after is None or place > after][:limit]
 
-        return self._sorted(wanted, attrgetter("next_run_at", "id"), limit)
+    async def statuses(self, ids: Sequence[str]) -> dict[str, Status]:
+        return {id: self._tasks[id].status for id in ids if id in self._tasks}
 
     async def tasks_under_way(self, after: str | None, limit: int) -> list[Task]:
         return self._sorted(lambda task: task.status in UNDER_WAY and task.id > (after or ""), attrgetter("id"), limit)
@@ -338,7 +339,7 @@ class MemoryStore:
 
     async def oldest_due(self) -> datetime | None:
         first = await self.due_tasks(self._clock.now(), None, 1)
-        return first[0].next_run_at if first else None
+        return first[0][0] if first else None
 
     async def stats(self, since: datetime, until: datetime) -> Stats:
         tasks = _newest(self._tasks.values(), since, until)
@@ -383,9 +384,7 @@ class MemoryStore:
         late = [row for row in rows if row.deadline_at is not None and row.deadline_at < now]
         return sorted(late, key=attrgetter("deadline_at", "id"))[:limit]
 
-    async def closed_executions(
-        self, after: tuple[datetime, str], until: datetime, limit: int
-    ) -> list[tuple[datetime, str]]:
+    async def closed_executions(self, after: Moment, until: datetime, limit: int) -> list[Moment]:
         ended = sorted((row.finished_at, row.id) for row in self._executions.values() if row.finished_at is not None)
         return [(at, id) for at, id in ended if after < (at, id) and at < until][:limit]
 

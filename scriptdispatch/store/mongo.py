@@ -26,6 +26,7 @@ from scriptdispatch.domain.model import (
     LogLine,
     Quarantined,
     Script,
+    Status,
     StoredLine,
     Task,
     Token,
@@ -227,12 +228,16 @@ class MongoStore:
     async def scripts(self, ids: Sequence[str]) -> list[Script | None]:
         return await self._script_reads.get(ids)
 
-    async def due_tasks(self, until: datetime, after: Moment | None, limit: int) -> list[Task]:
-        found: list[Task] = []
-        for query in reads.due_queries(until, after):
-            if len(found) < limit:
-                found += await self._tasks(query, limit - len(found))
-        return found
+    async def due_tasks(self, until: datetime, after: Moment | None, limit: int) -> list[Moment]:
+        return await self._moments(schema.TASKS, "next_run_at", reads.due_queries(until, after), limit)
+
+    async def statuses(self, ids: Sequence[str]) -> dict[str, Status]:
+        if not ids:
+            return {}
+        with foreign_errors():
+            query = {"_id": {"$in": list(ids)}}
+            found = self._db[schema.TASKS].find(query, {"status": 1}, hint=schema.BY_ID, batch_size=len(ids) + 1)
+            return {document["_id"]: document["status"] for document in await found.to_list()}
 
     async def tasks_under_way(self, after: str | None, limit: int) -> list[Task]:
         return await self._tasks(reads.under_way_query(after), limit)
@@ -278,14 +283,8 @@ class MongoStore:
     async def overdue_executions(self, now: datetime, limit: int) -> list[Execution]:
         return await self._executions(reads.overdue_query(now), limit)
 
-    async def closed_executions(
-        self, after: tuple[datetime, str], until: datetime, limit: int
-    ) -> list[tuple[datetime, str]]:
-        found: list[Moment] = []
-        for query in reads.closed_queries(after, until):
-            rows = await self._find(schema.EXECUTIONS, query, limit - len(found), {"finished_at": 1})
-            found += [(row["finished_at"], row["_id"]) for row in rows]
-        return found
+    async def closed_executions(self, after: Moment, until: datetime, limit: int) -> list[Moment]:
+        return await self._moments(schema.EXECUTIONS, "finished_at", reads.closed_queries(after, until), limit)
 
     # --- reads: the rest
 
@@ -326,6 +325,14 @@ class MongoStore:
             return []
         with foreign_errors():
             found: list[Any] = await self._cursor(collection, query, fields).limit(limit).to_list()
+        return found
+
+    async def _moments(self, collection: str, time: str, queries: Sequence[Query], limit: int) -> list[Moment]:
+        """Without looking at a document: the index has both."""
+        found: list[Moment] = []
+        for query in queries:
+            rows = await self._find(collection, query, limit - len(found), {time: 1})
+            found += [(row[time], row["_id"]) for row in rows]
         return found
 
     async def _tasks(self, query: Query, limit: int) -> list[Task]:

@@ -92,12 +92,12 @@ def due_queries(until: datetime, after: tuple[datetime, str] | None) -> list[Que
     order = [("next_run_at", UP), ("_id", UP)]
     executable: Document = {"status": {"$in": sorted(EXECUTABLE)}}
     if after is None:
-        return [Query({"next_run_at": {"$lte": until, **DATE}, **executable}, "due", order)]
+        return [Query({"next_run_at": {"$lte": until, **DATE}, **executable}, "due_now", order)]
     at, id = after
-    later = Query({"next_run_at": {"$gt": at, "$lte": until, **DATE}, **executable}, "due", order)
+    later = Query({"next_run_at": {"$gt": at, "$lte": until, **DATE}, **executable}, "due_now", order)
     if at > until:
         return []
-    return [Query({"next_run_at": {"$eq": at, **DATE}, "_id": {"$gt": id}, **executable}, "due", order), later]
+    return [Query({"next_run_at": {"$eq": at, **DATE}, "_id": {"$gt": id}, **executable}, "due_now", order), later]
 
 
 def under_way_query(after: str | None) -> Query:

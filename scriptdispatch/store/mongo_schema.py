@@ -1,6 +1,6 @@
 """The collections of the MongoDB store and their indexes. Every query names the index it walks (a test asks for the plan).
 
-Few indexes hold what changes often: on a task's way from `waiting` to its end only `by_status`, `due` and `finished` move.
+Few indexes hold what changes often: on a task's way to its end only `by_status`, `due_now` and `finished` move.
 The unique ones are the wall of PROTOCOL ("Unique"): one open row per device, fences and attempts given once.
 """
 
@@ -43,7 +43,7 @@ INDEXES: Final[Mapping[str, Sequence[IndexModel]]] = {
     TASKS: (
         _index("dedupe", [("dedupe_key", UP)], {"dedupe_key": TEXT}, unique=True),
         _index("by_status", [("status", UP), ("_id", UP)]),
-        _index("due", [("next_run_at", UP), ("_id", UP)], {"next_run_at": DATE}),
+        _index("due_now", [("next_run_at", UP), ("_id", UP), ("status", UP)], {"next_run_at": DATE}),
         _index("to_cancel", [("cancel_requested_at", UP), ("_id", UP)], {"cancel_requested": True, "status": UNDER_WAY}),
         _index(
             "finished",

@@ -162,8 +162,13 @@ class Store(Protocol):
 
     async def scripts(self, ids: Sequence[str]) -> list[Script | None]: ...
 
-    async def due_tasks(self, until: datetime, after: Moment | None, limit: int) -> list[Task]:
-        """R5: executable tasks with `next_run_at` ≤ until, ordered by (next_run_at, id), from after the given place on."""
+    async def due_tasks(self, until: datetime, after: Moment | None, limit: int) -> list[Moment]:
+        """R5: when executable tasks with `next_run_at` ≤ until are due, and their ids, in this order, from after the given
+        place on. From the index alone: a long queue is looked through every few seconds."""
+        ...
+
+    async def statuses(self, ids: Sequence[str]) -> dict[str, Status]:
+        """Of those that are there."""
         ...
 
     async def tasks_under_way(self, after: str | None, limit: int) -> list[Task]:
@@ -208,9 +213,7 @@ class Store(Protocol):
         """T1: open, stamped rows whose `deadline_at` has passed, longest first."""
         ...
 
-    async def closed_executions(
-        self, after: tuple[datetime, str], until: datetime, limit: int
-    ) -> list[tuple[datetime, str]]:
+    async def closed_executions(self, after: Moment, until: datetime, limit: int) -> list[Moment]:
         """R3: when rows were closed, and their ids, in this order: behind `after`, before `until`. From the index alone, so
         that looking often costs little."""
         ...

@@ -11,7 +11,7 @@ import msgspec
 
 from scriptdispatch.clock import Clock
 from scriptdispatch.domain.changes import Applied, Change
-from scriptdispatch.domain.model import Execution, History, LogLine, Quarantined, Script, StoredLine, Task, Token
+from scriptdispatch.domain.model import Execution, History, LogLine, Quarantined, Script, Status, StoredLine, Task, Token
 from scriptdispatch.sqlite import Connection, Database, version
 from scriptdispatch.store import sqlite_reads as reads
 from scriptdispatch.store import sqlite_schema as schema
@@ -173,9 +173,12 @@ class SqliteStore:
     async def scripts(self, ids: Sequence[str]) -> list[Script | None]:
         return await self._by_ids(SCRIPT, reads.SCRIPTS_BY_ID, ids)
 
-    async def due_tasks(self, until: datetime, after: Moment | None, limit: int) -> list[Task]:
+    async def due_tasks(self, until: datetime, after: Moment | None, limit: int) -> list[Moment]:
         at, id = (to_ms(after[0]), after[1]) if after else (-(1 << 62), "")
-        return await self._many(TASK, reads.DUE, to_ms(until), at, id, limit)
+        return [(from_ms(due), task) for due, task in await self._rows(reads.DUE, to_ms(until), at, id, limit)]
+
+    async def statuses(self, ids: Sequence[str]) -> dict[str, Status]:
+        return dict(await self._rows(reads.STATUSES_BY_ID, to_json(list(ids)))) if ids else {}
 
     async def tasks_under_way(self, after: str | None, limit: int) -> list[Task]:
         return await self._database.read(lambda db: reads.under_way(db, after or "", limit))
@@ -216,9 +219,7 @@ class SqliteStore:
     async def overdue_executions(self, now: datetime, limit: int) -> list[Execution]:
         return await self._many(EXECUTION, reads.OVERDUE, to_ms(now), limit)
 
-    async def closed_executions(
-        self, after: tuple[datetime, str], until: datetime, limit: int
-    ) -> list[tuple[datetime, str]]:
+    async def closed_executions(self, after: Moment, until: datetime, limit: int) -> list[Moment]:
         rows = await self._rows(reads.CLOSED, to_ms(after[0]), after[1], to_ms(until), limit)
         return [(from_ms(at), id) for at, id in rows]
 

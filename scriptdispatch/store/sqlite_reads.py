@@ -43,12 +43,13 @@ def by_ids(table: Table[Any]) -> str:
 
 
 TASKS_BY_ID: Final = by_ids(TASK)
+STATUSES_BY_ID: Final = "SELECT id, status FROM script_task WHERE id IN (SELECT value FROM json_each(?))"
 SCRIPTS_BY_ID: Final = by_ids(SCRIPT)
 EXECUTIONS_BY_ID: Final = by_ids(EXECUTION)
 FIND_ID: Final = "SELECT id FROM script_task WHERE substr(id, -8) = ? AND substr(id, -?) = ? ORDER BY id DESC LIMIT 5"
 HISTORY_OF: Final = f"SELECT {HISTORY.select} FROM task_history WHERE task_id = ? ORDER BY n"
 DUE: Final = (
-    f"SELECT {TASK.select} FROM script_task INDEXED BY task_due WHERE {EXECUTABLE_NOW} AND next_run_at <= ? "
+    f"SELECT next_run_at, id FROM script_task INDEXED BY task_due WHERE {EXECUTABLE_NOW} AND next_run_at <= ? "
     "AND (next_run_at, id) > (?, ?) ORDER BY next_run_at, id LIMIT ?"
 )
 OLDEST_DUE: Final = (

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -143,6 +144,17 @@ async def test_pages_come_sorted_from_their_index(store: MongoStore, watch: Watc
     await store.executions_of("t")
     await store.logs(LogQuery(task_id="t", tail=5))
     assert [command for command, walked in await plans(server, watch) if "SORT" in walked] == []
+
+
+async def test_what_is_due_and_what_has_ended_is_looked_for_in_the_index_alone(
+    store: MongoStore, watch: Watch, server: Any
+) -> None:
+    """The leader does it every few seconds, however long the queue is."""
+    await store.due_tasks(NOW, (NOW - timedelta(minutes=1), "a"), 5)
+    await store.closed_executions((NOW - timedelta(minutes=1), "a"), NOW, 5)
+    walked = [stages for _, stages in await plans(server, watch)]
+    assert len(walked) == 4
+    assert all({"FETCH", "SORT", "COLLSCAN"}.isdisjoint(stages) for stages in walked), walked
 
 
 async def test_the_highest_number_is_one_step_in_the_index_however_many_rows_there_are(

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from scriptdispatch.domain import lifecycle
 from scriptdispatch.domain.changes import ChangeExecution, ChangeTask
 from scriptdispatch.domain.model import Error, Task
-from scriptdispatch.store.port import Store, TaskFilter
+from scriptdispatch.store.port import Moment, Store, TaskFilter
 from tests.contract.store_values import (
     NOW,
     HeldClock,
@@ -187,24 +187,30 @@ async def test_due_tasks_come_by_time_then_id_and_page_without_gap(store: Store)
     await insert_task(store, next_run_at=NOW + timedelta(milliseconds=1))
     await insert_task(store, next_run_at=NOW, status="paused")
     await insert_task(store, next_run_at=None, status="running")
-    wanted = [task.id for task in sorted(due, key=lambda task: (task.next_run_at or NOW, task.id))]
+    wanted = sorted((task.next_run_at or NOW, task.id) for task in due)
 
-    assert ids(await store.due_tasks(NOW, None, 100)) == wanted
+    assert await store.due_tasks(NOW, None, 100) == wanted
 
-    paged: list[str] = []
+    paged: list[Moment] = []
     after = None
     while page := await store.due_tasks(NOW, after, 5):
-        paged += ids(page)
-        assert page[-1].next_run_at is not None
-        after = (page[-1].next_run_at, page[-1].id)
+        paged += page
+        after = page[-1]
     assert paged == wanted
 
 
 async def test_a_task_leaves_those_that_are_due_when_it_starts(store: Store) -> None:
     task = await insert_task(store)
-    assert ids(await store.due_tasks(NOW, None, 5)) == [task.id]
+    assert await store.due_tasks(NOW, None, 5) == [(task.next_run_at, task.id)]
     await start(store, task)
     assert await store.due_tasks(NOW, None, 5) == []
+
+
+async def test_statuses_are_of_those_that_are_there(store: Store) -> None:
+    waiting = await insert_task(store)
+    running, _ = await start(store, await insert_task(store))
+    assert await store.statuses([waiting.id, fresh_id(), running.id]) == {waiting.id: "waiting", running.id: "running"}
+    assert await store.statuses([]) == {}
 
 
 async def test_the_oldest_due_is_that_of_an_executable_task_whose_time_has_come(store: Store, clock: HeldClock) -> None:

@@ -120,6 +120,7 @@ async def call_everything(store: SqliteStore) -> set[str]:
     await via("history")(task.id)
     await via("scripts")(["s"])
     await via("due_tasks")(NOW, None, 5)
+    await via("statuses")([task.id])
     await via("due_tasks")(NOW, (NOW, "a"), 5)
     await via("tasks_under_way")(None, 5)
     await via("cancels_to_ask")(5)
