@@ -20,7 +20,7 @@ PAGE = 500
 LOCK_GRACE = timedelta(seconds=crashpoints.grace_s(30))  # R1: a worker between W2 and W3 is faster than this
 UNSENT_GRACE = timedelta(seconds=crashpoints.grace_s(60))  # R4
 SETTLE_GRACE = timedelta(seconds=crashpoints.grace_s(30))  # R3: whoever closed a row has settled it by then
-RECENT = timedelta(seconds=60)  # R5: tasks that fell due just now are looked at every few seconds
+LATE = timedelta(seconds=15)  # R5: by then a task that was due when it was stored can be seen, however slow the store was
 MOST_FOLLOWED = 300_000  # more than that: look at all of them again rather than remember them
 LOCK_MARGIN_S = 300.0  # the lock's own expiry is only a garbage collector
 log = logs.get("reconcile")
@@ -60,8 +60,9 @@ class Reconciler:
         return queued
 
     async def load_recent(self) -> int:
+        """Every check: what fell due since the one before the last. All of it is looked at every half minute."""
         now = self._backends.clock.now()
-        return await self.load(now, since=now - RECENT)
+        return await self.load(now, since=now - LATE - 2 * timedelta(seconds=self._settings.check_interval))
 
     def _horizon(self) -> datetime:
         """Due before the load after next."""
