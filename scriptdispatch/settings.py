@@ -4,9 +4,9 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -15,6 +15,7 @@ from scriptdispatch.errors import SettingsError
 
 PREFIX = "SCRIPTDISPATCH_"
 FILE = "scriptdispatch.toml"
+FLAG = "flag"
 NOT_SETTINGS = ("SCRIPTDISPATCH_URL", "SCRIPTDISPATCH_TOKEN")
 SECRETS = ("central_token", "mq_secret", "api_tokens", "callback_secret")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -146,7 +147,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings, env_settings)
+        return (init_settings,)  # `load` reads the environment itself, and remembers what came from where
 
 
 def _one_of(value: str, schemes: tuple[str, ...]) -> str:
@@ -155,15 +156,38 @@ def _one_of(value: str, schemes: tuple[str, ...]) -> str:
     return value
 
 
+class Given(NamedTuple):
+    """What somebody set: "flag", the variable or the file it came from."""
+
+    value: Any
+    origin: str
+
+
 def load(flags: Mapping[str, Any] | None = None, file: Path | None = None) -> Settings:
     """The settings in force. `flags` are those given on the command line (None values are not given)."""
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
-    _refuse_unknown_environment()
-    merged = {**_from_file(file), **_from_environment(), **given}
+    found = given(flags, file)
     try:
-        return Settings(**merged)
+        return Settings(**{name: one.value for name, one in found.items()})
     except ValidationError as error:
-        raise SettingsError("; ".join(_sentence(row, given) for row in error.errors())) from None
+        raise SettingsError("; ".join(_sentence(row, found) for row in error.errors())) from None
+
+
+def given(flags: Mapping[str, Any] | None = None, file: Path | None = None) -> dict[str, Given]:
+    """All that is not a default. An empty address is as good as none: what ranks below it counts."""
+    _refuse_unknown_environment()
+    return {
+        **_counting(_from_file(file), lambda name: str(file or FILE)),
+        **_counting(_from_environment(), _variable),
+        **_counting(flags or {}, lambda name: FLAG),
+    }
+
+
+def _counting(values: Mapping[str, Any], origin: Callable[[str], str]) -> dict[str, Given]:
+    return {
+        name: Given(value, origin(name))
+        for name, value in values.items()
+        if value is not None and not (name.endswith("_url") and value == "")
+    }
 
 
 def check_bind(settings: Settings, *, has_tokens: bool) -> None:
@@ -209,8 +233,7 @@ def _from_file(file: Path | None) -> dict[str, Any]:
 
 
 def _from_environment() -> dict[str, Any]:
-    """What pydantic-settings would read, so that it ranks above the file."""
-    names = {PREFIX + name.upper(): name for name in Settings.model_fields}
+    names = {_variable(name): name for name in Settings.model_fields}
     return {names[key.upper()]: value for key, value in os.environ.items() if key.upper() in names}
 
 
@@ -230,7 +253,18 @@ def _hint(name: str) -> str:
     return f"; did you mean {close[0]}?" if close else "; `scriptdispatch config` lists all of them"
 
 
-def _sentence(row: Any, given: Mapping[str, Any]) -> str:
+def _variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def _sentence(row: Any, found: Mapping[str, Given]) -> str:
     name = str(row["loc"][0]) if row["loc"] else ""
-    where = f"--{name.replace('_', '-')}" if name in given else f"{name} ({PREFIX}{name.upper()})" if name else "settings"
-    return f"{where}: {row['msg'].removeprefix('Value error, ')}"
+    return f"{_where(name, found)}: {row['msg'].removeprefix('Value error, ')}"
+
+
+def _where(name: str, found: Mapping[str, Given]) -> str:
+    """The setting with what has to be changed: the flag, the variable or the file. A rule about several has no name."""
+    if name not in found:
+        return name or "settings"
+    origin = found[name].origin
+    return f"--{name.replace('_', '-')}" if origin == FLAG else f"{name} ({origin})"

@@ -55,7 +55,7 @@ def diagnose(session: Session, given: dict[str, Any], config: "Path | None") -> 
     from scriptdispatch.errors import SettingsError
     from scriptdispatch.settings import load
 
-    file = config or (None if "store_url" in given else flags.found_config())
+    file = flags.settings_file(config, given)
     try:
         settings = load(given, file)
     except SettingsError as error:

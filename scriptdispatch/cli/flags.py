@@ -1,6 +1,7 @@
 """Settings as flags, for the commands that run a part of the service or look at its settings."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,12 @@ from scriptdispatch.cli.session import wrong
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="Settings file; ./scriptdispatch.toml if it is there.", dir_okay=False)
 ]
-StoreUrl = Annotated[str | None, typer.Option("--store-url", help="sqlite:///path, or sqlite:////absolute/path.")]
+StoreUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--store-url", help="sqlite:///path (sqlite:////absolute), or mongodb://host/name with queue_url and mq_url."
+    ),
+]
 CentralUrl = Annotated[str | None, typer.Option("--central-url", help="Central control, e.g. http://host:8090.")]
 LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
 LogFormat = Annotated[str | None, typer.Option("--log-format", help="auto, console or json.")]
@@ -32,6 +38,11 @@ def found_config() -> Path | None:
 
     configured = Path(FILE).exists() or f"{PREFIX}STORE_URL" in os.environ
     return DEV_SETTINGS if DEV_SETTINGS.exists() and not configured else None
+
+
+def settings_file(config: Path | None, given: Mapping[str, Any]) -> Path | None:
+    """The file for `load`: the one that was named; else what `dev` wrote down here, unless another store was named."""
+    return config or (None if given.get("store_url") else found_config())
 
 
 def gather(more: list[str] | None, **given: Any) -> dict[str, Any]:

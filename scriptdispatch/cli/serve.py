@@ -17,7 +17,9 @@ def register(app: typer.Typer) -> None:
         consumers: Annotated[int | None, typer.Option("--consumers", help="Consumer processes [1].")] = None,
         store_url: flags.StoreUrl = None,
         central_url: flags.CentralUrl = None,
-        node_name: Annotated[str | None, typer.Option("--node-name", help="Name of this node [host name].")] = None,
+        node_name: Annotated[
+            str | None, typer.Option("--node-name", help="Name of this node; the host's unless given.")
+        ] = None,
         log_level: flags.LogLevel = None,
         log_format: flags.LogFormat = None,
         config: flags.ConfigFile = None,

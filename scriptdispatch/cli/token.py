@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from scriptdispatch.cli.flags import found_config
+from scriptdispatch.cli.flags import settings_file
 from scriptdispatch.cli.quarantine import confirm
 from scriptdispatch.cli.screen import Cell, Column
 from scriptdispatch.cli.session import Session, command, wrong
@@ -131,7 +131,8 @@ async def _create_locally(
     from scriptdispatch.settings import load
     from scriptdispatch.wiring import connect
 
-    backends = await connect(load({"store_url": store_url}, config or found_config()))
+    given = {"store_url": store_url}
+    backends = await connect(load(given, settings_file(config, given)))
     try:
         token, text = await TokenBook(backends.store, backends.clock, ()).create(name, scopes, until)
     finally:

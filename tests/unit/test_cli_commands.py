@@ -309,6 +309,38 @@ def test_config_masks_secrets_and_says_where_values_come_from(
     assert values["host"]["from"] == "default"
 
 
+def test_config_and_doctor_take_the_same_file(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".scriptdispatch").mkdir()
+    (tmp_path / ".scriptdispatch" / "settings.toml").write_text('store_url = "sqlite:////d/s.db"\nport = 9\n')
+    checks = cli("doctor", "--json").json["checks"]
+    assert checks[0]["text"] == "from .scriptdispatch/settings.toml"
+    values = cli("config", "--json").json
+    assert values["store_url"] == {"value": "sqlite:////d/s.db", "from": ".scriptdispatch/settings.toml"}
+    assert values["port"] == {"value": 9, "from": ".scriptdispatch/settings.toml"}
+    assert "/d/s.db" in checks[1]["text"]
+    other = cli("config", "--set", "store_url=sqlite:///other.db", "--json").json
+    assert (other["store_url"]["from"], other["port"]["from"]) == ("flag", "default")
+
+
+def test_no_help_text_loses_its_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    """rich takes what looks like a tag of its own out of the text."""
+    import re
+
+    import typer
+
+    from scriptdispatch.cli.main import app
+
+    def texts(command: Any) -> Iterator[str]:
+        yield command.help or ""
+        yield from (getattr(one, "help", None) or "" for one in command.params)
+        for part in getattr(command, "commands", {}).values():
+            yield from texts(part)
+
+    found = [text for text in texts(typer.main.get_command(app)) if re.search(r"\[[a-z#/@]", text)]
+    assert found == []
+
+
 def test_a_bad_setting_is_wrong_usage_that_names_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRIPTDISPATCH_WORKERS", "many")
     for command in ("config", "serve", "web", "dev"):

@@ -100,6 +100,28 @@ def test_a_bad_flag_is_named_as_a_flag() -> None:
         load({"worker_capacity": 0})
 
 
+def test_a_bad_value_in_the_file_is_blamed_on_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scriptdispatch.toml").write_text('port = "x"\n')
+    with pytest.raises(SettingsError, match=r"^port \(scriptdispatch\.toml\): "):
+        load()
+    (tmp_path / "other.toml").write_text("workers = 0\n")
+    with pytest.raises(SettingsError, match=r"^workers \(.*other\.toml\): "):
+        load(file=tmp_path / "other.toml")
+    monkeypatch.setenv("SCRIPTDISPATCH_PORT", "y")
+    with pytest.raises(SettingsError, match=r"^port \(SCRIPTDISPATCH_PORT\): "):
+        load()
+
+
+def test_an_empty_address_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = {"store_url": "mongodb://x/sd", "mq_url": "pulsar://x"}
+    monkeypatch.setenv("SCRIPTDISPATCH_QUEUE_URL", "")
+    with pytest.raises(SettingsError, match="queue_url must be set"):
+        load(servers)
+    (tmp_path / "scriptdispatch.toml").write_text('queue_url = "redis://x"\ncentral_url = ""\n')
+    settings = load({**servers, "central_url": ""})
+    assert (settings.queue_url, settings.central_url) == ("redis://x", None)
+
+
 def test_a_lease_shorter_than_two_heartbeats_is_refused() -> None:
     with pytest.raises(SettingsError, match="lease_ttl must be at least twice heartbeat_interval"):
         load({"lease_ttl": 3, "heartbeat_interval": 2})
