@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from scriptdispatch.cli import complete
+from scriptdispatch.cli.confirm import Yes, confirm
 from scriptdispatch.cli.screen import Cell, Column
 from scriptdispatch.cli.session import Session, command, wrong
 from scriptdispatch.cli.signs import clean
@@ -56,10 +57,12 @@ def unlock(
     device: DeviceId,
     reason: Annotated[str | None, typer.Option("--reason", help="Why; kept in the task's history.")] = None,
     fence: Annotated[int | None, typer.Option("--fence", help="Only if this fencing token still holds it.")] = None,
+    yes: Yes = False,
 ) -> None:
     """Take the device from whoever holds it: its task fails with LOCK_RELEASED, the next one may start."""
     if not reason or not reason.strip():
         raise wrong("--reason", "say why the lock is broken, e.g. --reason 'replaced board'")
+    confirm(f"Take {clean(device)} from whoever holds it? A script that runs there goes on, beside the next one.", yes)
     # What is released is the holder seen now: one that came a moment later is not hit.
     seen = session.client.device(device)
     token = fence if fence is not None else (seen.get("lock") or {}).get("fencing_token")

@@ -131,12 +131,28 @@ def _usage_problem(error: Any) -> dict[str, Any]:
 def _say(problem: dict[str, Any], as_json: bool, *, usage: bool = False) -> int:
     code = USAGE if usage else exit_code(problem)
     if as_json:
-        sys.stderr.write(json.dumps(problem, ensure_ascii=False) + "\n")
+        sys.stderr.write(json.dumps(_whole(problem), ensure_ascii=False) + "\n")
         return code
     from scriptdispatch.cli.screen import Screen
 
     Screen().note(f"✕ {sentence(problem)}", style="red")
     return code
+
+
+_TITLES = {
+    "settings": "A setting is wrong",
+    "usage": "Wrong usage",
+    "unreachable": "The server does not answer",
+    "time_over": "The time given is over",
+    "failed": "It failed",
+}
+
+
+def _whole(problem: dict[str, Any]) -> dict[str, Any]:
+    """What the API would say (RFC 9457), also of what never reached it."""
+    code = str(problem.get("code") or "failed")
+    title = _TITLES.get(code, code.replace("_", " "))
+    return {"type": f"urn:scriptdispatch:problem:{code}", "title": title, **problem}
 
 
 _HINTS = {

@@ -1,12 +1,12 @@
 """`quarantine list|show|replay|delete`: execution-log messages that could not be used."""
 
-import sys
 from typing import Annotated, Any
 
 import typer
 
+from scriptdispatch.cli.confirm import Yes, confirm
 from scriptdispatch.cli.screen import Cell, Column
-from scriptdispatch.cli.session import Session, command, wrong
+from scriptdispatch.cli.session import Session, command
 from scriptdispatch.cli.signs import clean
 from scriptdispatch.cli.times import age, shown
 from scriptdispatch.clock import SystemClock
@@ -63,25 +63,11 @@ def replay(session: Session, id: MessageId) -> None:
 
 
 @command(app, "delete")
-def delete(
-    session: Session,
-    id: MessageId,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-) -> None:
+def delete(session: Session, id: MessageId, yes: Yes = False) -> None:
     """Remove a message for good."""
     confirm(f"Remove message {clean(id)} for good?", yes)
     answer = session.client.unquarantine(id)
     _say(session, answer, f"Removed {clean(id)}")
-
-
-def confirm(question: str, yes: bool) -> None:
-    """Asks on a terminal; elsewhere nothing is destroyed without `--yes`."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise wrong("--yes", "this cannot be undone and nobody is there to ask; repeat it with --yes")
-    if not typer.confirm(question, err=True):
-        raise typer.Exit(1)
 
 
 def _say(session: Session, answer: dict[str, Any], text: str) -> None:

@@ -1,6 +1,7 @@
 """What every command shares: the options `--json --color --utc` and, for clients of the API, `--url --token`."""
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -41,6 +42,7 @@ class Session:
     @property
     def client(self) -> "Client":
         if self._client is None:
+            check_url(self.url)
             from scriptdispatch.client import Client  # takes longer than all the rest: only for those who talk
 
             self._client = Client(self.url, self.token)
@@ -89,6 +91,13 @@ def _with_shared_options(function: Callable[..., Any], server: bool) -> Callable
     run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in (*own, *added)}
     return run
+
+
+def check_url(given: str | None) -> None:
+    """The server's address, blamed on where it came from: the flag or the variable."""
+    url = given or os.environ.get("SCRIPTDISPATCH_URL")
+    if url and not url.startswith(("http://", "https://")):
+        raise wrong("--url" if given else "SCRIPTDISPATCH_URL", f"must start with http:// or https://, not {url!r}")
 
 
 def wrong(option: str, message: str) -> typer.BadParameter:

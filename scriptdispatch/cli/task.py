@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from scriptdispatch.cli import complete, task_body
+from scriptdispatch.cli.confirm import Yes, confirm
 from scriptdispatch.cli.screen import Screen
 from scriptdispatch.cli.session import Session, command, wrong
 from scriptdispatch.cli.signs import LOOKS, STATUS_WORDS, clean
@@ -191,8 +192,12 @@ def cancel(
     ],
     reason: Annotated[str | None, typer.Option("--reason", help="Why; kept in the history.")] = None,
     force: Annotated[bool, typer.Option("--force", help="End it now, whatever the device does.")] = False,
+    yes: Yes = False,
 ) -> None:
     """Cancel tasks. One that is on its device already may still finish, unless --force is given."""
+    if force:
+        what = f"task {clean(ids[0])}" if len(ids) == 1 else f"{len(ids)} tasks"
+        confirm(f"End {what} now? A script that runs goes on, and its device is free for the next one.", yes)
     for given in ids:
         task = session.client.cancel(session.task_id(given), reason=reason, force=force)
         if session.screen.json:

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from scriptdispatch.cli.confirm import Yes, confirm
 from scriptdispatch.cli.flags import settings_file
-from scriptdispatch.cli.quarantine import confirm
 from scriptdispatch.cli.screen import Cell, Column
 from scriptdispatch.cli.session import Session, command, wrong
 from scriptdispatch.cli.signs import clean
@@ -76,7 +76,7 @@ def list_tokens(session: Session) -> None:
 def revoke(
     session: Session,
     id: Annotated[str, typer.Argument(metavar="ID", help="As shown by `token list`.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
 ) -> None:
     """End a token at once. Tasks that it created stay."""
     confirm(f"Revoke token {clean(id)}? Whoever uses it is locked out at once.", yes)

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -76,18 +75,14 @@ def make_parts(settings: Settings, backends: Backends, central: CentralControl) 
 
 def run_web(settings: Settings, *, ready: Callable[[str], None] | None = None, lifeline_fd: int | None = None) -> int:
     """The whole life of the process: its exit code. `ready` is told the address once it answers. When the other end of
-    `lifeline_fd` closes, whoever started us is gone, and we end as on TERM."""
+    `lifeline_fd` closes, whoever started us is gone, and we end as on TERM. Our errors are for the caller to say."""
     logs.configure(settings.log_level, settings.log_format, role="web")
     import setproctitle
     import uvloop
 
     setproctitle.setproctitle("scriptdispatch: web")
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, ready, lifeline_fd))
-    except ScriptdispatchError as error:
-        print(f"scriptdispatch web: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings, ready, lifeline_fd))
 
 
 async def _serve(settings: Settings, ready: Callable[[str], None] | None, lifeline_fd: int | None) -> int:

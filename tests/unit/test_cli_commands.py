@@ -31,6 +31,13 @@ class Said(NamedTuple):
         return json.loads(self.out)
 
 
+class Keyboard(io.StringIO):
+    """Somebody who types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 class Cli:
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -110,9 +117,12 @@ def test_create_passes_every_option_on(cli: Cli, client: Client) -> None:
         (["task", "create", "--script-text", "true", "--language", "shell", "--wait", "--timeout", "x"], "--timeout"),
         (["task", "list", "--status", "bogus"], "--status"),
         (["task", "list", "--limit", "0"], "--limit"),
+        (["task", "list", "--url", "foo"], "--url: must start with http://"),
         (["task", "logs"], "ID"),
         (["task", "nonsense"], "nonsense"),
         (["device", "unlock", "dev-001"], "--reason"),
+        (["device", "unlock", "dev-001", "--reason", "x"], "--yes"),
+        (["task", "cancel", "deadbeef", "--force"], "--yes"),
         (["device", "list", "--state", "odd"], "--state"),
         (["token", "create", "--name", "x"], "--scope"),
         (["token", "create", "--name", "x", "--scope", "task:fly"], "task:fly"),
@@ -142,6 +152,29 @@ def test_no_server_is_exit_6_and_says_what_to_do(cli: Cli) -> None:
     said = cli("task", "list", "--url", f"http://127.0.0.1:{free_port()}")
     assert said.code == 6
     assert "scriptdispatch dev" in said.err
+
+
+def test_an_error_that_never_reached_the_server_is_a_whole_problem_too(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    commands = {
+        "usage": ["task", "list", "--limit", "0"],
+        "unreachable": ["task", "list", "--url", nobody],
+        "settings": ["config"],
+    }
+    monkeypatch.setenv("SCRIPTDISPATCH_PORT", "x")
+    for code, command in commands.items():
+        problem = json.loads(cli(*command, "--json").err)
+        assert problem["type"] == f"urn:scriptdispatch:problem:{code}"
+        assert problem["title"]
+        assert problem["code"] == code
+        assert problem["detail"]
+
+
+def test_a_wrong_address_of_the_server_is_wrong_usage(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRIPTDISPATCH_URL", "foo:8080")
+    said = cli("task", "list")
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("✕ SCRIPTDISPATCH_URL: must start with http://")
 
 
 def test_a_list_is_tab_separated_when_piped_and_ends_with_how_to_go_on(cli: Cli, client: Client) -> None:
@@ -178,6 +211,18 @@ def test_cancel_says_what_became_of_it_and_conflicts_are_exit_5(cli: Cli, client
     said = cli("task", "cancel", task["id"][-8:], "--reason", "wrong site")
     assert (said.code, said.out) == (0, f"✓ Canceled {task['id'][-8:]}  unwanted\n")
     assert client.get(task["id"])["error"]["message"] == "wrong site"
+
+
+def test_what_cannot_be_undone_is_asked_on_a_terminal(cli: Cli, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = client.create(name="to end", script=SCRIPT)
+    monkeypatch.setattr("sys.stdin", Keyboard("n\nn\ny\n"))
+    for command in (["task", "cancel", task["id"], "--force"], ["device", "unlock", "dev-001", "--reason", "x"]):
+        said = cli(*command)
+        assert (said.code, said.out.strip()) == (1, "")
+        assert "?" in said.err
+    assert client.get(task["id"])["status"] == "waiting"
+    assert cli("task", "cancel", task["id"], "--force").out.startswith("✓ Canceled")
+    assert cli("task", "cancel", client.create(name="x", script=SCRIPT)["id"], "--force", "--yes").code == 0
 
 
 def test_follow_prints_the_output_and_then_the_outcome(api: Api, cli: Cli, client: Client) -> None:
@@ -284,7 +329,7 @@ def test_the_other_lists_answer_also_when_empty(cli: Cli) -> None:
 
 
 def test_a_free_device_has_no_lock_to_break(cli: Cli) -> None:
-    assert cli("device", "unlock", "dev-001", "--reason", "x").code == 4
+    assert cli("device", "unlock", "dev-001", "--reason", "x", "--yes").code == 4
 
 
 def test_version_is_fast_and_needs_no_server(cli: Cli) -> None:

@@ -48,6 +48,12 @@ def process(
         child.communicate(timeout=10)
 
 
+def command(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """`scriptdispatch web`, which is to end on its own."""
+    args = (sys.executable, "-m", "scriptdispatch", "web", "--store-url", f"sqlite:///{folder}/web.db", *args)
+    return subprocess.run(args, capture_output=True, text=True, timeout=30, check=False)
+
+
 def first_line(child: subprocess.Popen[str]) -> str:
     assert child.stdout is not None
     return child.stdout.readline().strip()
@@ -88,19 +94,18 @@ def test_a_busy_port_is_said_in_one_line_with_what_to_do(tmp_path: Path) -> None
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with process(tmp_path, port=taken.getsockname()[1]) as child:
-            assert child.wait(20) == 1
-            assert child.stderr is not None
-            lines = child.stderr.read().strip().splitlines()
+        done = command(tmp_path, "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
     assert len(lines) == 1
+    assert lines[0].startswith("✕ port ")
     assert "--port" in lines[0]
 
 
 def test_a_public_address_without_a_token_is_refused(tmp_path: Path) -> None:
-    code = RUN.replace("'port': int(sys.argv[2])", "'port': 0, 'host': '0.0.0.0'")
-    args = [sys.executable, "-c", code, f"sqlite:///{tmp_path}/web.db", "0"]
-    done = subprocess.run(args, capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 1
+    done = command(tmp_path, "--port", "0", "--host", "0.0.0.0")
+    assert done.returncode == 2
+    assert done.stderr.startswith("✕ host 0.0.0.0 ")
     assert "no token is configured" in done.stderr
     assert "Traceback" not in done.stderr
 
