@@ -146,8 +146,8 @@ class Client:
     def create_token(self, name: str, scopes: list[str], expires_at: str | None = None) -> Json:
         return self._run(self._async.create_token(name, scopes, expires_at))
 
-    def revoke_token(self, token_id: str) -> Json:
-        return self._run(self._async.revoke_token(token_id))
+    def revoke_token(self, token_id: str, *, cancel_tasks: bool = False) -> Json:
+        return self._run(self._async.revoke_token(token_id, cancel_tasks=cancel_tasks))
 
     def quarantine(self, **query: Any) -> Json:
         return self._run(self._async.quarantine(**query))

@@ -201,8 +201,9 @@ class AsyncClient:
         body: Json = {"name": name, "scopes": scopes}
         return await self._call("POST", "/tokens", body={**body, **({"expires_at": expires_at} if expires_at else {})})
 
-    async def revoke_token(self, token_id: str) -> Json:
-        return await self._call("DELETE", f"/tokens/{_part(token_id)}")
+    async def revoke_token(self, token_id: str, *, cancel_tasks: bool = False) -> Json:
+        """With `cancel_tasks` also what it created and still waits is canceled: `tasks_canceled` in the answer."""
+        return await self._call("DELETE", f"/tokens/{_part(token_id)}", query={"cancel_tasks": cancel_tasks or None})
 
     async def quarantine(self, **query: Any) -> Json:
         return await self._call("GET", "/quarantine", query=query)

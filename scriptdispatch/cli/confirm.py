@@ -16,5 +16,7 @@ def confirm(question: str, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise wrong("--yes", "this cannot be undone and nobody is there to ask; repeat it with --yes")
-    if not typer.confirm(question, err=True):
+    sys.stderr.write(f"{question} [y/N]: ")  # not on stdout, which is for data
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise typer.Exit(1)

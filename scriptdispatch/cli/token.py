@@ -76,15 +76,18 @@ def list_tokens(session: Session) -> None:
 def revoke(
     session: Session,
     id: Annotated[str, typer.Argument(metavar="ID", help="As shown by `token list`.")],
+    cancel_tasks: Annotated[bool, typer.Option("--cancel-tasks", help="Cancel what it created and still waits.")] = False,
     yes: Yes = False,
 ) -> None:
-    """End a token at once. Tasks that it created stay."""
-    confirm(f"Revoke token {clean(id)}? Whoever uses it is locked out at once.", yes)
-    answer = session.client.revoke_token(id)
+    """End a token at once. Tasks that it created stay, unless --cancel-tasks is given."""
+    tasks = " What it created and still waits is canceled." if cancel_tasks else ""
+    confirm(f"Revoke token {clean(id)}? Whoever uses it is locked out at once.{tasks}", yes)
+    answer = session.client.revoke_token(id, cancel_tasks=cancel_tasks)
     if session.screen.json:
         session.screen.document(answer)
     else:
-        session.screen.done(f"Revoked token {clean(id)}")
+        canceled = f", {answer['tasks_canceled']:,} tasks canceled" if cancel_tasks else ""
+        session.screen.done(f"Revoked token {clean(id)}{canceled}")
 
 
 def _scopes(given: list[str] | None) -> list[str]:

@@ -9,20 +9,24 @@ import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
 from scriptdispatch.clock import Clock
-from scriptdispatch.domain.model import Token
+from scriptdispatch.domain.model import RETRY, WAITING, Status, Task, Token
 from scriptdispatch.errors import Refused
-from scriptdispatch.store.port import Store
+from scriptdispatch.store.port import Store, TaskFilter
 
 SCOPES: Final = ("task:read", "task:write", "device:read", "lock:force", "type:write", "log:write", "admin")
 FRESH_S: Final = 1.0
+QUEUED: Final[tuple[Status, ...]] = (WAITING, RETRY)
+PAGE: Final = 500
+AT_ONCE: Final = 32  # cancels that the store may commit together
+Cancel = Callable[..., Awaitable[Any]]  # Actions.cancel
 _ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz234567"
 
 
@@ -97,16 +101,39 @@ class TokenBook:
     async def list(self) -> "list[Token]":
         return sorted(await self._store.tokens(), key=lambda token: token.created_at, reverse=True)
 
-    async def revoke(self, id: str) -> Token:
-        """Idempotent: a token that is revoked keeps its first time."""
-        token = next((token for token in await self._store.tokens() if token.id == id), None)
+    async def revoke(self, id: str, *, alone: bool = False) -> Token:
+        """Idempotent: a token that is revoked keeps its first time. `alone`: refused while another token has the same name,
+        for tasks know their creator by name only."""
+        tokens = await self._store.tokens()
+        token = next((token for token in tokens if token.id == id), None)
         if token is None:
             raise Refused(404, "not_found", f"there is no stored token {id}; those of the settings are removed there")
+        if alone and (
+            token.name in self._configured or any(o.id != id and o.name == token.name and self._valid(o) for o in tokens)
+        ):
+            raise Refused(
+                409, "name_shared", f"another token is named {token.name}, too, and their tasks cannot be told apart"
+            )
         if token.revoked_at is None:
             token = msgspec.structs.replace(token, revoked_at=self._clock.now())
             await self._store.save_token(token)
         self._read_at = None
         return token
+
+    async def cancel_tasks(self, token: Token, cancel: Cancel, *, actor: str) -> int:
+        """Cancels what waits (also for a retry) and was created under the token's name; answers how many. What has begun
+        meanwhile goes on. May be repeated. Bounded by what waits: walks it by status, page by page, newest first."""
+        canceled, last = 0, None
+        while True:
+            where = TaskFilter(statuses=QUEUED, before_id=last)
+            page = await self._store.list_tasks(where, PAGE)
+            own = [task for task in page if task.created_by == token.name]
+            for some in _batched(own, AT_ONCE):
+                done = await asyncio.gather(*(_cancel(task, cancel, actor, token) for task in some))
+                canceled += sum(done)
+            if len(page) < PAGE:
+                return canceled
+            last = page[-1].id
 
     def _valid(self, token: Token) -> bool:
         return token.revoked_at is None and (token.expires_at is None or token.expires_at > self._clock.now())
@@ -122,6 +149,22 @@ class TokenBook:
 
     def _is_fresh(self) -> bool:
         return self._read_at is not None and self._clock.uptime() - self._read_at < FRESH_S
+
+
+async def _cancel(task: Task, cancel: Cancel, actor: str, token: Token) -> bool:
+    """False: it does not wait any more, somebody was faster."""
+    reason = f"token {token.id} ({token.name}) was revoked"
+    try:
+        await cancel(task.id, actor=actor, reason=reason, expected_status=task.status)
+    except Refused as refused:
+        if refused.code in ("illegal_state", "task_not_found"):
+            return False
+        raise
+    return True
+
+
+def _batched(tasks: Sequence[Task], size: int) -> Iterator[Sequence[Task]]:
+    return (tasks[start : start + size] for start in range(0, len(tasks), size))
 
 
 def split(text: str) -> tuple[str, str]:

@@ -218,7 +218,7 @@ def test_what_cannot_be_undone_is_asked_on_a_terminal(cli: Cli, client: Client, 
     monkeypatch.setattr("sys.stdin", Keyboard("n\nn\ny\n"))
     for command in (["task", "cancel", task["id"], "--force"], ["device", "unlock", "dev-001", "--reason", "x"]):
         said = cli(*command)
-        assert (said.code, said.out.strip()) == (1, "")
+        assert (said.code, said.out) == (1, "")
         assert "?" in said.err
     assert client.get(task["id"])["status"] == "waiting"
     assert cli("task", "cancel", task["id"], "--force").out.startswith("✓ Canceled")
@@ -446,8 +446,19 @@ class TestTokens:
             reader = cli("token", "create", "--name", "reader", "--scope", "task:read", "--expires", "30d", "--json").json
             assert cli("task", "list", "--token", reader["token"]).code == 0
             assert cli("token", "list", "--token", reader["token"]).code == 3
+            writer = cli("token", "create", "--name", "writer", "--scope", "task:write", "--json").json
+            for owner in (made, writer, writer):
+                assert (
+                    cli("task", "create", "--script-text", "x", "--language", "shell", "--token", owner["token"]).code == 0
+                )
             listed = cli("token", "list")
             assert reader["token"] not in listed.out
-            assert [row.split("\t")[1] for row in listed.out.splitlines()] == ["valid", "valid"]
+            assert [row.split("\t")[1] for row in listed.out.splitlines()] == ["valid"] * 3
+            said = cli("token", "revoke", writer["id"], "--cancel-tasks", "--yes")
+            assert said.out == f"✓ Revoked token {writer['id']}, 2 tasks canceled\n"
+            tasks = cli("task", "list", "--json").json["items"]
+            assert [(task["created_by"], task["status"]) for task in tasks] == [
+                ("writer", "canceled"), ("writer", "canceled"), ("me", "waiting"),
+            ]  # fmt: skip
             assert cli("token", "revoke", reader["id"], "--yes").out == f"✓ Revoked token {reader['id']}\n"
             assert cli("task", "list", "--token", reader["token"]).code == 3

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
+from scriptdispatch.services import tokens
 from scriptdispatch.services.tokens import SCOPES
 from scriptdispatch.web import app as web_app
 from scriptdispatch.web.routes import OPEN, guards
@@ -202,3 +203,30 @@ async def test_a_caller_beyond_the_rate_is_told_when_to_come_again(tmp_path: Pat
             return (await web.ask("GET", "/version", headers=bearer(TOKEN))).status_code == 200
 
         await until(again)
+
+
+async def test_revoking_cancels_what_waits_of_that_token_only_if_asked_and_page_by_page(
+    web: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "PAGE", 2)
+    id, text = await make(web, "task:write", "task:read")
+    body = {"name": "x", "script": SHELL}
+    own = [(await web.ask("POST", "/tasks", json=body, headers=bearer(text))).json()["id"] for _ in range(5)]
+    other = (await web.ask("POST", "/tasks", json=body, headers=bearer(TOKEN))).json()["id"]
+    admin = bearer(TOKEN)
+    plain = await web.ask("DELETE", f"/tokens/{id}", headers=admin)
+    assert "tasks_canceled" not in plain.json()
+    for count in (5, 0):  # it may be repeated
+        answer = await web.ask("DELETE", f"/tokens/{id}", params={"cancel_tasks": "true"}, headers=admin)
+        assert answer.json()["tasks_canceled"] == count
+    found = [(await web.ask("GET", f"/tasks/{one}", headers=admin)).json() for one in (*own, other)]
+    assert [task["status"] for task in found] == ["canceled"] * 5 + ["waiting"]
+    assert found[0]["error"]["message"] == f"token {id} (made) was revoked"
+
+
+async def test_tasks_of_a_name_that_two_tokens_share_are_not_canceled_with_one_of_them(web: Site) -> None:
+    id, text = await make(web, "task:read")
+    await make(web, "task:write")
+    answer = await web.ask("DELETE", f"/tokens/{id}", params={"cancel_tasks": "true"}, headers=bearer(TOKEN))
+    assert (answer.status_code, answer.json()["code"]) == (409, "name_shared")
+    assert (await web.ask("GET", "/tasks", headers=bearer(text))).status_code == 200, "nothing was done"
