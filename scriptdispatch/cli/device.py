@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from scriptdispatch.cli import complete
+from scriptdispatch.cli import complete, pages
 from scriptdispatch.cli.confirm import Yes, confirm
 from scriptdispatch.cli.screen import Cell, Column
 from scriptdispatch.cli.session import Session, command, wrong
@@ -22,11 +22,15 @@ DeviceId = Annotated[
 def list_devices(
     session: Session,
     state: Annotated[str | None, typer.Option("--state", help="Only those that are busy, or waiting.")] = None,
+    limit: pages.Limit = 50,
+    cursor: pages.Cursor = None,
+    every: pages.Every = False,
 ) -> None:
     """Devices with a lock or with tasks waiting in their lane."""
     if state not in (None, "busy", "waiting"):
         raise wrong("--state", f"{state!r} is not known: busy or waiting")
-    page = session.client.devices(state)
+    size = pages.LARGEST if every else limit
+    page = pages.read(lambda place: session.client.devices(state, limit=size, cursor=place), cursor, every)
     if session.screen.json:
         session.screen.document(page)
         return
@@ -35,6 +39,7 @@ def list_devices(
     columns += [Column("FENCE", right=True), Column("LANE", right=True)]
     rows = [_row(device, now) for device in page["items"]]
     session.screen.table(columns, rows, empty="No device is busy and no task waits for one.")
+    pages.note(session.screen, page)
 
 
 @command(app, "show")

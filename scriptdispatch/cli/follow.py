@@ -79,13 +79,15 @@ class Printer:
             return  # most scripts never say more than that they began and ended
         description = clean(step) if step else "running"
         if self._progress is None:
-            self._start_bar(description)
+            self._start_bar(description, float(progress or 0))
         self._progress.update(self._bar, completed=float(progress or 0), description=description, refresh=True)
 
-    def _start_bar(self, description: str) -> None:
+    def _start_bar(self, description: str, completed: float) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
-        columns = (TextColumn("  {task.description}"), TextColumn("{task.percentage:>3.0f} %"), BarColumn(bar_width=20))
+        # Named colours: rich's own end as grey, like what is left, on a terminal of 16 colours.
+        bar = BarColumn(bar_width=20, complete_style="cyan", finished_style="green")
+        columns = (TextColumn("  {task.description}"), TextColumn("{task.percentage:>3.0f} %"), bar)
         self._progress = Progress(
             *columns,
             console=self._screen.console(),
@@ -94,7 +96,7 @@ class Printer:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._bar = self._progress.add_task(description, total=100)
+        self._bar = self._progress.add_task(description, total=100, completed=completed)
         self._progress.start()
 
 

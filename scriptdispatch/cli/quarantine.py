@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from scriptdispatch.cli import pages
 from scriptdispatch.cli.confirm import Yes, confirm
 from scriptdispatch.cli.screen import Cell, Column
 from scriptdispatch.cli.session import Session, command
@@ -18,11 +19,13 @@ MessageId = Annotated[str, typer.Argument(metavar="ID", help="As shown by `quara
 @command(app, "list")
 def list_messages(
     session: Session,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
-    cursor: Annotated[str | None, typer.Option("--cursor", help="Go on where the last page ended.")] = None,
+    limit: pages.Limit = 50,
+    cursor: pages.Cursor = None,
+    every: pages.Every = False,
 ) -> None:
     """Messages in quarantine, newest first."""
-    page = session.client.quarantine(limit=limit, cursor=cursor)
+    size = pages.LARGEST if every else limit
+    page = pages.read(lambda place: session.client.quarantine(limit=size, cursor=place), cursor, every)
     if session.screen.json:
         session.screen.document(page)
         return
@@ -38,8 +41,7 @@ def list_messages(
         for row in page["items"]
     ]
     session.screen.table(columns, rows, empty="Nothing is in quarantine.")
-    if page.get("next_cursor"):
-        session.screen.note(f"{len(rows):,} shown, there are more: --cursor {page['next_cursor']}")
+    pages.note(session.screen, page)
 
 
 @command(app, "show")

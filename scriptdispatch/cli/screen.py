@@ -146,7 +146,20 @@ class Screen:
 
 
 def utf8() -> bool:
-    return (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
+    """stdout's encoding alone does not tell: in the locale C Python writes UTF-8 all the same."""
+    return _is_utf8(getattr(sys.stdout, "encoding", None) or "") and _is_utf8(_locale() or "utf8")
+
+
+def _locale() -> str:
+    """What the person has set; "" for nothing at all. In its UTF-8 mode Python itself puts C.UTF-8 into LC_CTYPE."""
+    own = os.environ.get("LC_CTYPE", "")
+    if sys.flags.utf8_mode and own == "C.UTF-8":
+        own = ""
+    return os.environ.get("LC_ALL") or own or os.environ.get("LANG", "")
+
+
+def _is_utf8(name: str) -> bool:
+    return name.lower().replace("-", "").split("@")[0].endswith("utf8")
 
 
 def _raw(value: Any) -> str:

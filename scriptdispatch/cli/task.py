@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from scriptdispatch.cli import complete, task_body
+from scriptdispatch.cli import complete, pages, task_body
 from scriptdispatch.cli.confirm import Yes, confirm
 from scriptdispatch.cli.screen import Screen
 from scriptdispatch.cli.session import Session, command, wrong
@@ -32,7 +32,7 @@ def create(
     ] = None,
     file: Annotated[str | None, typer.Option("--file", "-f", help="The script's file; - for stdin.")] = None,
     script_text: Annotated[str | None, typer.Option("--script-text", help="The script itself.")] = None,
-    language: Annotated[str | None, typer.Option("--language", help="shell or python; guessed unless given.")] = None,
+    language: Annotated[str | None, typer.Option("--language", help="shell or python; from the file unless given.")] = None,
     param: Annotated[list[str] | None, typer.Option("--param", "-p", help="NAME=TEXT, or NAME:=JSON.")] = None,
     secret: Annotated[list[str] | None, typer.Option("--secret", help="A param that is never shown.")] = None,
     at: Annotated[str | None, typer.Option("--at", help="When: a time, or +5m. Now unless given.")] = None,
@@ -94,9 +94,9 @@ def list_tasks(
     label: Annotated[list[str] | None, typer.Option("--label", "-l", help="NAME=VALUE; repeatable.")] = None,
     error_code: Annotated[str | None, typer.Option("--error-code", help="E.g. TIMEOUT.")] = None,
     since: Annotated[str | None, typer.Option("--since", help="Created within this span, e.g. 2h.")] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
-    cursor: Annotated[str | None, typer.Option("--cursor", help="Go on where the last page ended.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All pages.")] = False,
+    limit: pages.Limit = 50,
+    cursor: pages.Cursor = None,
+    every: pages.Every = False,
 ) -> None:
     """Tasks, newest first, each with why it is not moving."""
     from scriptdispatch.cli import task_views
@@ -110,12 +110,9 @@ def list_tasks(
         "label": [":".join(task_body.pair_of("--label", one)) for one in label or ()],
         "error_code": error_code,
         "created_after": None if span_s is None else (SystemClock().now() - timedelta(seconds=span_s)).isoformat(),
-        "limit": 500 if every else limit,
+        "limit": pages.LARGEST if every else limit,
     }
-    page = session.client.tasks(**query, cursor=cursor)
-    while every and page.get("next_cursor"):
-        more = session.client.tasks(**query, cursor=page["next_cursor"])
-        page = {"items": page["items"] + more["items"], "next_cursor": more.get("next_cursor")}
+    page = pages.read(lambda place: session.client.tasks(**query, cursor=place), cursor, every)
     if session.screen.json:
         session.screen.document(page)
         return
@@ -123,8 +120,7 @@ def list_tasks(
     rows = [task_views.row(task, now) for task in page["items"]]
     empty = "No task matches." if any(value for key, value in query.items() if key != "limit") else _NO_TASKS
     session.screen.table(task_views.COLUMNS, rows, empty=empty)
-    if page.get("next_cursor"):
-        session.screen.note(f"{len(rows):,} shown, there are more: --all or --cursor {page['next_cursor']}")
+    pages.note(session.screen, page)
 
 
 @command(app, "show")

@@ -29,6 +29,7 @@ def script(file: str | None, text: str | None, language: str | None) -> tuple[di
 
 
 def guess_language(file: str | None, content: str) -> str:
+    """From the suffix, then from the first line. A text without a file is shell unless its first line says otherwise."""
     suffix = Path(file).suffix.lower() if file and file != "-" else ""
     if suffix in SUFFIXES:
         return SUFFIXES[suffix]
@@ -40,6 +41,8 @@ def guess_language(file: str | None, content: str) -> str:
             return "python"
         if program in ("sh", "bash", "dash", "ash", "ksh", "zsh"):
             return "shell"
+    elif file in (None, "-"):
+        return "shell"
     raise wrong("--language", "cannot tell the language of the script: add --language shell or --language python")
 
 

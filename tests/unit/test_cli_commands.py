@@ -15,6 +15,10 @@ import pytest
 from scriptdispatch.cli import complete
 from scriptdispatch.cli.main import run
 from scriptdispatch.client import Client
+from scriptdispatch.clock import SystemClock
+from scriptdispatch.domain.model import Quarantined
+from scriptdispatch.ids import new_id
+from scriptdispatch.locks.port import Claim
 from tests.unit.cli_server import Api, serving
 from tests.unit.test_client import free_port
 
@@ -109,7 +113,7 @@ def test_create_passes_every_option_on(cli: Cli, client: Client) -> None:
         (["task", "create"], "--file"),
         (["task", "create", "--file", "a", "--script-text", "b"], "--file"),
         (["task", "create", "--file", "/does/not/exist.sh"], "/does/not/exist.sh"),
-        (["task", "create", "--script-text", "true"], "--language"),
+        (["task", "create", "--script-text", "#!/usr/bin/perl"], "--language"),
         (["task", "create", "--script-text", "true", "--language", "perl"], "script.language"),
         (["task", "create", "--script-text", "true", "--language", "shell", "--param", "x"], "--param"),
         (["task", "create", "--script-text", "true", "--language", "shell", "--at", "soon"], "--at"),
@@ -183,7 +187,10 @@ def test_a_list_is_tab_separated_when_piped_and_ends_with_how_to_go_on(cli: Cli,
     rows = [line.split("\t") for line in said.out.splitlines()]
     assert [row[0] for row in rows] == [made[2]["id"], made[1]["id"]]
     assert [row[1] for row in rows] == ["waiting", "waiting"]
-    assert "--cursor" in said.err
+    assert said.err.startswith("2 shown; --all or --cursor ")
+    cursor = said.err.split("--cursor ")[1].split()[0]
+    rest = cli("task", "list", "--label", "set=list", "--limit", "2", "--cursor", cursor)
+    assert ([line.split("\t")[0] for line in rest.out.splitlines()], rest.err) == ([made[0]["id"]], "")
     every = cli("task", "list", "--label", "set=list", "--all", "--json").json
     assert [task["id"] for task in every["items"]] == [task["id"] for task in reversed(made)]
 
@@ -326,6 +333,26 @@ def test_the_other_lists_answer_also_when_empty(cli: Cli) -> None:
     assert cli("stats").code == 0
     assert set(cli("stats", "--json").json) >= {"counts", "ready", "failure_rate"}
     assert cli("reconcile").out.startswith("✓ Reconciled")
+
+
+def test_every_list_of_pages_can_be_read_to_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli, now = Cli(capsys), SystemClock().now()
+    with serving(tmp_path) as api:
+        monkeypatch.setenv("SCRIPTDISPATCH_URL", api.url)
+        odd = [Quarantined(id=f"q-{i}", reason="wrong", detail="x", body=b"x", at=now) for i in range(3)]
+        api.run(api.backends.store.quarantine(odd))
+        claims = [Claim(device_id=f"dev-{i}", execution_id=new_id(), task_id=new_id(), ttl_s=3600) for i in range(3)]
+        api.run(api.backends.locks.set_intact())
+        api.run(api.backends.locks.acquire(claims))
+        for command in (["quarantine", "list"], ["device", "list"]):
+            whole = cli(*command, "--all").out.splitlines()
+            first = cli(*command, "--limit", "2")
+            assert (len(whole), first.out.splitlines()) == (3, whole[:2])
+            assert first.err.startswith("2 shown; --all or --cursor ")
+            cursor = first.err.split("--cursor ")[1].split()[0]
+            assert cli(*command, "--cursor", cursor).out.splitlines() == whole[2:]
 
 
 def test_a_free_device_has_no_lock_to_break(cli: Cli) -> None:

@@ -1,5 +1,9 @@
 """What the command line makes of texts, times and options, without a server."""
 
+import io
+import os
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -7,7 +11,9 @@ import typer
 
 from scriptdispatch.cli import main, task_body
 from scriptdispatch.cli.dev_part import ended, worth_saying
-from scriptdispatch.cli.screen import Cell, Column
+from scriptdispatch.cli.follow import Printer
+from scriptdispatch.cli.screen import Cell, Column, Screen
+from scriptdispatch.cli.session import Session
 from scriptdispatch.cli.signs import LOOKS, clean, clean_line, look, plain
 from scriptdispatch.cli.stats import sentences, sparkline
 from scriptdispatch.cli.tables import cut, fit, layout
@@ -146,8 +152,53 @@ def test_the_language_is_guessed_from_suffix_then_from_the_first_line() -> None:
     assert task_body.guess_language("fix.PY", "#!/bin/sh") == "python"
     assert task_body.guess_language("fix", "#!/usr/bin/env python3\n") == "python"
     assert task_body.guess_language("-", "#!/bin/bash -eu\n") == "shell"
-    with pytest.raises(typer.BadParameter, match="--language"):
-        task_body.guess_language("fix.rb", "puts 1")
+    for file, text in (("fix.rb", "puts 1"), ("fix", "true"), (None, "#!/usr/bin/env perl\n")):
+        with pytest.raises(typer.BadParameter, match="--language"):
+            task_body.guess_language(file, text)
+
+
+def test_a_text_without_a_file_is_shell_unless_its_first_line_says_otherwise() -> None:
+    for file in (None, "-"):
+        assert task_body.guess_language(file, "uptime") == "shell"
+        assert task_body.guess_language(file, "#!/usr/bin/env -S python3 -u\n") == "python"
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_is_filled_to_its_end_and_never_shows_a_step_with_the_number_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with Printer(Session(Screen())) as printer:
+        printer.advance(60, "unpacking")
+        assert "unpacking  60 %" in terminal.getvalue()
+        assert "unpacking   0 %" not in terminal.getvalue()
+        printer.advance(100, "done")
+        assert "done 100 % \x1b[32m━" in terminal.getvalue(), "green, unlike the grey of what is left"
+
+
+@pytest.mark.parametrize(
+    ("locale", "utf8"),
+    [
+        ({}, True),
+        ({"LC_ALL": "C"}, False),
+        ({"LANG": "POSIX"}, False),
+        ({"LC_ALL": "de_DE.ISO-8859-1", "LANG": "en_US.UTF-8"}, False),
+        ({"LC_ALL": "en_US.UTF-8", "LANG": "C"}, True),
+        ({"LC_CTYPE": "C.UTF-8", "LANG": "C"}, True),
+    ],
+)
+def test_signs_are_ascii_where_the_locale_is(locale: dict[str, str], utf8: bool) -> None:
+    """In a process of its own: Python's UTF-8 mode, and what it puts into LC_CTYPE, begin with the process."""
+    command = [sys.executable, "-c", "from scriptdispatch.cli.screen import Screen; Screen().done('x')"]
+    done = subprocess.run(command, env={**locale, "PYTHONPATH": os.getcwd()}, capture_output=True, check=True)
+    assert done.stdout.decode() == ("✓ x\n" if utf8 else "+ x\n")
 
 
 def test_params_are_text_unless_they_are_json() -> None:
