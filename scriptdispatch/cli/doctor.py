@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from scriptdispatch.cli import flags
+from scriptdispatch.cli.remedies import remedy, short
 from scriptdispatch.cli.session import Session, command
 from scriptdispatch.cli.signs import clean
 from scriptdispatch.cli.times import short_span
@@ -83,9 +84,9 @@ async def _backends(settings: "Settings") -> list[Finding]:
         advice = "start a node or the API here once (`scriptdispatch serve`), or set SCRIPTDISPATCH_STORE_URL"
         return [Finding("store", False, f"there is no database at {settings.database}", advice)]
     backends = make(settings, SystemClock())
-    store = await _check("store", lambda: _store(settings, backends), _advice(settings.store_url, "STORE_URL"))
-    queue = await _check("queue", lambda: _queue(backends), _advice(settings.queue_url, "QUEUE_URL"))
-    stream = await _check("stream", lambda: _stream(backends), _advice(settings.mq_url, "MQ_URL"))
+    store = await _check("store", lambda: _store(settings, backends), settings.store_url, "STORE_URL")
+    queue = await _check("queue", lambda: _queue(backends), settings.queue_url, "QUEUE_URL")
+    stream = await _check("stream", lambda: _stream(backends), settings.mq_url, "MQ_URL")
     findings = [store, queue, stream]
     if queue.ok:
         findings += [await _nodes(settings, backends), await _clock(settings, backends)]
@@ -97,21 +98,13 @@ async def _backends(settings: "Settings") -> list[Finding]:
     return findings
 
 
-def _advice(url: str | None, name: str) -> str:
-    if url is None:
-        return "it lives in the store's file: see store"
-    if url.startswith("sqlite"):
-        return "restore the file from a backup, or free the disk"
-    return f"start the server or mend what it says, or set SCRIPTDISPATCH_{name} (`make servers` starts one for a trial)"
-
-
-async def _check(part: str, look: Callable[[], Awaitable[str]], advice: str) -> Finding:
+async def _check(part: str, look: Callable[[], Awaitable[str]], url: str | None, name: str) -> Finding:
     from scriptdispatch.errors import ScriptdispatchError
 
     try:
         return Finding(part, True, await asyncio.wait_for(look(), LIMIT_S))
     except (ScriptdispatchError, TimeoutError) as error:
-        return Finding(part, False, _why(error), advice)
+        return Finding(part, False, _why(error), remedy(url, f"SCRIPTDISPATCH_{name}", _why(error)))
 
 
 async def _store(settings: "Settings", backends: "Backends") -> str:
@@ -224,4 +217,4 @@ def _api(session: Session, settings: "Settings") -> Finding:
 
 
 def _why(error: BaseException) -> str:
-    return str(error) or "no answer in time"
+    return short(str(error)) or "no answer in time"

@@ -12,6 +12,7 @@ import typer
 from scriptdispatch.cli import main, task_body
 from scriptdispatch.cli.dev_part import ended, worth_saying
 from scriptdispatch.cli.follow import Printer
+from scriptdispatch.cli.remedies import remedy, short
 from scriptdispatch.cli.screen import Cell, Column, Screen
 from scriptdispatch.cli.session import Session
 from scriptdispatch.cli.signs import LOOKS, clean, clean_line, look, plain
@@ -238,3 +239,40 @@ def test_of_a_parts_log_only_warnings_and_foreign_words_reach_the_terminal() -> 
     assert worth_saying("   ") is None
     assert ended(-9) == "was ended by SIGKILL"
     assert ended(1) == "ended with exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "advice"),
+    [
+        (
+            "MongoDB does not answer: db:1: [Errno 111] Connection refused (configured timeouts: socketTimeoutMS: 20000.0ms)"
+            ", Timeout: 5.0s, Topology Description: <TopologyDescription id: 6",
+            "MongoDB does not answer: db:1: [Errno 111] Connection refused",
+            "start the server, or set X_URL",
+        ),
+        (
+            "MongoDB refused it: cannot use 'j' option when a host does not have journaling enabled, full error: {'ok': 0",
+            "MongoDB refused it: cannot use 'j' option when a host does not have journaling enabled",
+            "start mongod with its journal",
+        ),
+        (
+            "MongoDB does not answer: Authentication failed., full error: {'ok'",
+            None,
+            "the right user and password into X_URL",
+        ),
+        ("Redis refuses the user or password in queue_url: WRONGPASS", None, "the right user and password into X_URL"),
+        ("Redis is not reachable: Error 111", None, "start the server, or set X_URL"),
+        ("Pulsar at b:6650 cannot be reached (Pulsar error: ConnectError)", None, "start the server, or set X_URL"),
+        ("store_url: MongoDB 4.4.1 is too old: 6.0 or newer is needed", None, "update the server"),
+        ("", "", "start the server, or set X_URL"),
+    ],
+)
+def test_doctor_says_of_a_server_what_is_wrong_without_the_drivers_own_affairs(
+    fault: str, text: str | None, advice: str
+) -> None:
+    assert short(fault) == (fault.partition(", full error")[0] if text is None else text)
+    assert advice in remedy("mongodb://x", "X_URL", fault)
+
+
+def test_a_fault_that_says_what_to_do_gets_no_second_line() -> None:
+    assert remedy("redis://x", "X_URL", "queue_url: ... set it to noeviction (CONFIG SET maxmemory-policy noeviction)") == ""
