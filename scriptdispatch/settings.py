@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from scriptdispatch.errors import SettingsError
@@ -117,6 +117,16 @@ class Settings(BaseSettings):
         if value is not None and not value.startswith(("http://", "https://")):
             raise ValueError("must start with http:// or https://")
         return value.rstrip("/") if value else value
+
+    @field_validator("central_device_path", "central_push_path", "central_cancel_path")
+    @classmethod
+    def _path(cls, value: str, info: ValidationInfo) -> str:
+        place = {"central_device_path": "{device_id}", "central_cancel_path": "{execution_id}"}.get(
+            info.field_name or "", ""
+        )
+        if not value.startswith("/") or place not in value:
+            raise ValueError("must start with /" + (f" and have {place} where the id belongs" if place else ""))
+        return value
 
     @model_validator(mode="after")
     def _servers(self) -> "Settings":

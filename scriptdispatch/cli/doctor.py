@@ -24,10 +24,13 @@ LIMIT_S = 10.0
 
 
 class Finding(NamedTuple):
+    """`warning`: it works, and should be otherwise."""
+
     part: str
     ok: bool
     text: str
     advice: str = ""
+    warning: str = ""
 
 
 def register(app: typer.Typer) -> None:
@@ -62,15 +65,29 @@ def diagnose(session: Session, given: dict[str, Any], config: "Path | None") -> 
     except SettingsError as error:
         return [Finding("settings", False, str(error), "`scriptdispatch config` shows all and where each comes from")]
     logs.configure("error", settings.log_format)  # the findings say it; a library's warnings would stand between them
-    findings = [Finding("settings", True, f"from {file}" if file else "in order")]
+    findings = [_strategy(settings) or Finding("settings", True, f"from {file}" if file else "in order")]
     findings += asyncio.run(_backends(settings))
     findings += [asyncio.run(_central(settings)), _api(session, settings)]
     return findings
 
 
+def _strategy(settings: "Settings") -> Finding | None:
+    """None: it can be loaded."""
+    from scriptdispatch.errors import SettingsError
+    from scriptdispatch.services.create import key_maker
+
+    try:
+        key_maker(settings.queue_strategy)
+    except SettingsError as error:
+        return Finding("settings", False, str(error), "it is module:function, importable where web and serve are started")
+    return None
+
+
 def _print(session: Session, finding: Finding) -> None:
-    sign = ("✓", "green") if finding.ok else ("✕", "red")
+    sign = ("✕", "red") if not finding.ok else ("!", "yellow") if finding.warning else ("✓", "green")
     session.screen.parts(sign, (f" {finding.part:<9} {clean(finding.text)}", ""))
+    if finding.warning:
+        session.screen.line(f"  → {clean(finding.warning)}")
     if finding.advice and not finding.ok:
         session.screen.line(f"  → {finding.advice}")
 
@@ -86,6 +103,8 @@ async def _backends(settings: "Settings") -> list[Finding]:
     backends = make(settings, SystemClock())
     store = await _check("store", lambda: _store(settings, backends), settings.store_url, "STORE_URL")
     queue = await _check("queue", lambda: _queue(backends), settings.queue_url, "QUEUE_URL")
+    if store.ok:
+        store = store._replace(warning=" ".join(await backends.store.warnings()))
     stream = await _check("stream", lambda: _stream(backends), settings.mq_url, "MQ_URL")
     findings = [store, queue, stream]
     if queue.ok:

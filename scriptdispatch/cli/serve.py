@@ -31,6 +31,7 @@ def register(app: typer.Typer) -> None:
 
         TERM drains, a second TERM or INT hurries, HUP replaces the workers one by one, TTIN and TTOU add or take one.
         """
+        from scriptdispatch.services.create import key_maker
         from scriptdispatch.settings import load
 
         given = flags.gather(
@@ -45,6 +46,7 @@ def register(app: typer.Typer) -> None:
             log_format=log_format,
         )
         settings = load(given, config)
+        key_maker(settings.queue_strategy)  # the web process uses it; what it cannot load is said here, too
         from scriptdispatch.cli.lifeline import announce
         from scriptdispatch.master.supervisor import run_node
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from scriptdispatch.clock import SystemClock
 from scriptdispatch.domain.model import Quarantined
 from scriptdispatch.ids import new_id
 from scriptdispatch.locks.port import Claim
+from tests.server_process import Server
 from tests.unit.cli_server import Api, serving
 from tests.unit.test_client import free_port
 
@@ -429,6 +430,29 @@ def test_doctor_names_what_is_wrong_and_what_to_do(api: Api, cli: Cli, tmp_path:
     assert "✓ api" in said.out
     assert "→" in said.out
     assert not (tmp_path / "none.db").exists()
+
+
+def test_doctor_and_serve_refuse_a_queue_strategy_that_cannot_be_loaded(
+    api: Api, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPTDISPATCH_QUEUE_STRATEGY", "nowhere:order")
+    first = cli("doctor", "--store-url", api.store_url, "--json").json["checks"][0]
+    assert (first["part"], first["ok"]) == ("settings", False)
+    assert "queue_strategy 'nowhere:order' cannot be loaded" in first["text"]
+    refused = cli("serve", "--store-url", api.store_url)
+    assert refused.code == 2
+    assert "queue_strategy 'nowhere:order'" in refused.err
+
+
+def test_doctor_warns_of_a_mongod_that_is_no_replica_set(start_server: Callable[..., Server], cli: Cli) -> None:
+    alone = start_server("mongo", alone=True).url.replace("/?", "/doctor?")
+    servers = ("--set", "queue_url=redis://127.0.0.1:1", "--set", "mq_url=pulsar://127.0.0.1:1")
+    checks = {row["part"]: row for row in cli("doctor", "--store-url", alone, *servers, "--json").json["checks"]}
+    assert checks["store"]["ok"] is True
+    assert "rs.initiate()" in checks["store"]["warning"]
+    said = cli("doctor", "--store-url", alone, *servers).out
+    assert "! store" in said
+    assert "rs.initiate()" in said
 
 
 def test_doctor_checks_each_part_of_a_store_that_is_there(api: Api, cli: Cli) -> None:
