@@ -159,8 +159,9 @@ def foreign_lock(task: Task, holder: str, worker_id: str, now: datetime, chance:
     return _failed_or_retry(task, count, error, now, chance, worker_id, error.message, None, expect)
 
 
-def sent(task_id: str, execution: Execution, push: Push, now: datetime, reason: str, actor: str) -> ChangeTask:
-    """W7 and M2: taken or unclear. Loses to whatever result, deadline or user was faster, and then nothing is to do."""
+def sent(task: Task, execution: Execution, push: Push, now: datetime, reason: str, actor: str) -> ChangeTask:
+    """W7 and M2: taken or unclear. Loses to whatever result, deadline or user was faster, and then nothing is to do. `task`
+    as it was read at any time since the execution's start: its retry count stays what it is until then."""
     check(RUNNING, SENT)
     history = History(
         at=now,
@@ -171,22 +172,24 @@ def sent(task_id: str, execution: Execution, push: Push, now: datetime, reason: 
         reason=reason,
         worker_id=execution.worker_id,
         execution_id=execution.id,
+        retry_count=task.retry_count,
     )
     return ChangeTask(
-        task_id=task_id,
+        task_id=task.id,
         expect={"status": RUNNING, "execution_id": execution.id},
         set={"status": SENT, "push": push, "updated_at": now},
         history=history,
     )
 
 
-def confirm_push(task_id: str, execution: Execution, now: datetime) -> ChangeTask:
+def confirm_push(task: Task, execution: Execution, now: datetime) -> ChangeTask:
     """After M3: what was unclear is known to be taken."""
     history = History(
-        at=now, kind="INFO", actor="recovery", execution_id=execution.id, reason="central control has it: the push is clear"
-    )
+        at=now, kind="INFO", actor="recovery", execution_id=execution.id, retry_count=task.retry_count,
+        reason="central control has it: the push is clear",
+    )  # fmt: skip
     return ChangeTask(
-        task_id=task_id,
+        task_id=task.id,
         expect={"status": SENT, "execution_id": execution.id, "push": "unknown"},
         set={"push": "sent", "updated_at": now},
         history=history,
@@ -487,12 +490,20 @@ def _cancel(task: Task, row: Execution, now: datetime) -> ChangeTask:
 def _hand_back(task: Task, row: Execution, now: datetime) -> ChangeTask:
     change: dict[str, Any] = _as_before(task, row) | {
         "next_run_at": row.retry_at or now,
-        "wait_code": "central" if row.retry_at else None,
+        "wait_code": _wait_code(row),
         "worker_id": None,
         "node_id": None,
         "queued": True,
     }
     return _settled(task, row, row.from_status, now, change, error=row.error)
+
+
+def _wait_code(row: Execution) -> str | None:
+    """Did central control ask to wait (then the error says for how long), or was it of no use?"""
+    if row.retry_at is None:
+        return None
+    asked = row.error is not None and "retry_after_seconds" in row.error.details
+    return "central" if asked else "central_away"
 
 
 def _as_before(task: Task, row: Execution) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Task(Struct, frozen=True, kw_only=True):
     lane_key: str  # see domain.lanes: the one sortable key of the task's place
     next_run_at: datetime | None  # when it may next start; None once it is under way or final
     queued: bool = False  # pushed to the ready queue, as far as the writer of this row knew
-    wait_code: str | None = None  # why next_run_at lies ahead, when it is not the user's time or a retry: "central"
+    wait_code: str | None = None  # why next_run_at lies ahead: central control asked ("central"), or is "central_away"
     progress: int = 0
     step: str | None = None
     result: Any = None
@@ -159,11 +159,28 @@ class Execution(Struct, frozen=True, kw_only=True):
 
     @property
     def push_ms(self) -> int | None:
-        return span_ms(self.sending_at, self.answered_at)
+        return self._phases[0]
 
     @property
     def run_ms(self) -> int | None:
-        return span_ms(self.sent_at or self.sending_at, self.finished_at)
+        return self._phases[1]
+
+    @property
+    def _phases(self) -> tuple[int | None, int | None]:
+        return phases_ms(self.push, self.sending_at, self.answered_at, self.sent_at, self.finished_at)
+
+
+def phases_ms(
+    push: Push,
+    sending_at: datetime | None,
+    answered_at: datetime | None,
+    sent_at: datetime | None,
+    finished_at: datetime | None,
+) -> tuple[int | None, int | None]:
+    """(push_ms, run_ms). What was certainly not taken did not run: its push lasted until the row was closed."""
+    if push in ("not_sent", "refused"):
+        return span_ms(sending_at, finished_at), None
+    return span_ms(sending_at, answered_at), span_ms(sent_at or sending_at, finished_at)
 
 
 def span_ms(start: datetime | None, end: datetime | None) -> int | None:

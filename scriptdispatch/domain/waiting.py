@@ -76,6 +76,8 @@ def _time(task: Task, facts: Facts, now: datetime) -> WaitingFor:
     if task.wait_code == "central":
         message = f"Central control asked to wait until {clock(until)} (in {span}). No retry is charged."
         return WaitingFor(reason="central", message=message, since=task.updated_at, until=until)
+    if task.wait_code == "central_away":
+        return _central(facts.breaker) if facts.breaker.open else _no_use(task, until, span)
     if task.status == RETRY:
         code = task.error.code if task.error else "failure"
         of = "" if task.retry.strategy in ("daily", "forever") else f" of {task.retry.max_retries}"
@@ -107,6 +109,14 @@ def _device(task: Task, facts: Facts, now: datetime) -> WaitingFor:
         position=place,
         details={"device_id": task.device_id, "holder_since": since},
     )
+
+
+def _no_use(task: Task, until: datetime, span: str) -> WaitingFor:
+    message = (
+        "Central control does not answer, or the settings for it are wrong. "
+        f"Tries again at {clock(until)} (in {span}). No retry is charged."
+    )
+    return WaitingFor(reason="central", message=message, since=task.updated_at, until=until)
 
 
 def _central(breaker: Breaker) -> WaitingFor:

@@ -115,14 +115,15 @@ class Rescuer:
         """M2. Loses to a W7 that was faster, and to a result."""
         now = self._backends.clock.now()
         reason = f"push unclear: {why}"
-        changes = [lifecycle.sent(row.task_id, row, "unknown", now, reason, "recovery") for row in rows]
+        tasks = await self._backends.store.tasks([row.task_id for row in rows])
+        read = [(task, row) for task, row in zip(tasks, rows, strict=True) if task is not None]
+        changes = [lifecycle.sent(task, row, "unknown", now, reason, "recovery") for task, row in read]
         outcomes = await self._backends.store.commit(changes, term=term)
         if self._take_over is not None:
             # Once: after a take-over the stamp is a living worker's.
             self._take_over([row.id for row in rows if row.push != "sent" and row.sent_by == row.worker_id])
-        won = [row.task_id for row, outcome in zip(rows, outcomes, strict=True) if outcome.won]
-        tasks = await self._backends.store.tasks(won)
-        self._closing.announce([task for task in tasks if task is not None])
+        won = zip(read, changes, outcomes, strict=True)
+        self._closing.announce([applied(task, change) for (task, _), change, outcome in won if outcome.won])
 
     async def poison(self, item: Leased) -> None:
         """It kills its workers before it has an execution: failed, and out of the queue."""

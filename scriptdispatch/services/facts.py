@@ -18,7 +18,7 @@ async def why_waiting(backends: Backends, tasks: Sequence[Task]) -> dict[str, Wa
     """By task id; those that move or are final are left out. Asks nobody about tasks that have nothing to wait for."""
     now = backends.clock.now()
     sent = [task for task in tasks if task.status == SENT]
-    idle = [task for task in tasks if _is_due(task, now)]
+    idle = [task for task in tasks if _is_due(task, now) or task.wait_code == "central_away"]
     executions = await _executions(backends, sent)
     facts = await _facts(backends, idle) if idle else {}
     found = {}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
-from scriptdispatch.domain.model import EXECUTABLE, STATUSES, span_ms
+from scriptdispatch.domain.model import EXECUTABLE, STATUSES, phases_ms
 from scriptdispatch.store.mongo_documents import TAIL, label_text
 from scriptdispatch.store.mongo_schema import BY_ID, DATE, DOWN, EXECUTIONS, TASKS, UNDER_WAY, UP
 from scriptdispatch.store.mongo_writes import Database
@@ -160,7 +160,7 @@ async def stats(database: Database, since: datetime, until: datetime) -> Stats:
         ended.append((key["minute"], key["status"], key.get("code"), document["n"]))
     fields = {"_id": 0, "finished_at": 1, "first_started_at": 1}
     tasks = await _newest(database, TASKS, "finished", span, fields)
-    times = ("wait_ms", "sending_at", "answered_at", "sent_at", "finished_at")
+    times = ("wait_ms", "push", "sending_at", "answered_at", "sent_at", "finished_at")
     rows = await _newest(database, EXECUTIONS, "closed", span, {"_id": 0, **dict.fromkeys(times, 1)})
     phases = [(row.get("wait_ms"), *_phases(row)) for row in rows]
     return build_stats(ended, phases, map(_duration_ms, tasks))
@@ -173,8 +173,8 @@ async def _newest(database: Database, name: str, index: str, span: Document, fie
 
 def _phases(row: Document) -> tuple[int | None, int | None]:
     """Push and run, as `Execution` makes them from its times."""
-    sending = row.get("sending_at")
-    return span_ms(sending, row.get("answered_at")), span_ms(row.get("sent_at") or sending, row.get("finished_at"))
+    times = (row.get(name) for name in ("sending_at", "answered_at", "sent_at", "finished_at"))
+    return phases_ms(row["push"], *times)
 
 
 def _duration_ms(task: Document) -> int | None:

@@ -91,7 +91,10 @@ DURATIONS: Final = (
     f"AND finished_at >= ? AND finished_at < ? ORDER BY finished_at DESC LIMIT {NEWEST}"
 )
 PHASES: Final = (
-    "SELECT wait_ms, max(0, answered_at - sending_at), max(0, finished_at - coalesce(sent_at, sending_at)) "
+    # As `model.phases_ms`: what was certainly not taken did not run.
+    "SELECT wait_ms, CASE WHEN push IN ('not_sent', 'refused') THEN max(0, finished_at - sending_at) "
+    "ELSE max(0, answered_at - sending_at) END, "
+    "CASE WHEN push NOT IN ('not_sent', 'refused') THEN max(0, finished_at - coalesce(sent_at, sending_at)) END "
     "FROM task_execution INDEXED BY execution_closed WHERE finished_at IS NOT NULL "
     f"AND finished_at >= ? AND finished_at < ? ORDER BY finished_at DESC LIMIT {NEWEST}"
 )

@@ -217,11 +217,11 @@ class Runner:
             if self.hurry:
                 await self._undo(row, "its worker is stopping")
                 return Verdict.GIVE_BACK
-            return await self._stamp(row, connection, request)
+            return await self._stamp(task, row, connection, request)
         finally:
             connection.release()
 
-    async def _stamp(self, row: Execution, connection: Connection, request: PushRequest) -> Verdict:
+    async def _stamp(self, task: Task, row: Execution, connection: Connection, request: PushRequest) -> Verdict:
         """W5, the point of no return."""
         await crashpoints.reach("worker.before_W5", row.task_id)
         stamped_at = self._backends.clock.uptime()
@@ -232,9 +232,11 @@ class Runner:
         if not outcome.won:
             await self._closing.settle_ids([row.id])  # somebody closed it: send nothing, help it along
             return Verdict.FINISHED
-        return await self._post(_with(row, change), connection, request, stamped_at)
+        return await self._post(task, _with(row, change), connection, request, stamped_at)
 
-    async def _post(self, row: Execution, connection: Connection, request: PushRequest, stamped_at: float) -> Verdict:
+    async def _post(
+        self, task: Task, row: Execution, connection: Connection, request: PushRequest, stamped_at: float
+    ) -> Verdict:
         """W6. The clock is read as the last thing before the first byte."""
 
         def in_time() -> bool:
@@ -248,7 +250,7 @@ class Runner:
         self._breaker.note(answer)
         if answer.outcome == "unknown" and self._settings.central_deduplicates:
             answer = await self._repost(row, request)
-        return await self._record(row, answer)
+        return await self._record(task, row, answer)
 
     async def _repost(self, row: Execution, request: PushRequest) -> PushAnswer:
         """Central control knows an id it has: the same one again, stamp renewed. Doubt stays: only 2xx or 409 counts."""
@@ -303,35 +305,29 @@ class Runner:
         await self._insist(
             [
                 lifecycle.record_push(row, "sent", now, self._settings.timeout_grace),
-                lifecycle.sent(row.task_id, row, "sent", now, "taken by central control", self._worker_id),
-                lifecycle.confirm_push(row.task_id, row, now),
+                lifecycle.sent(task, row, "sent", now, "taken by central control", self._worker_id),
+                lifecycle.confirm_push(task, row, now),
             ]
         )
 
     # --- W7
 
-    async def _record(self, row: Execution, answer: PushAnswer) -> Verdict:
+    async def _record(self, task: Task, row: Execution, answer: PushAnswer) -> Verdict:
         if answer.outcome in ("taken", "unknown"):
-            await self._sent(row, answer)
+            await self._sent(task, row, answer)
             return Verdict.FINISHED
         return await self._not_taken(row, answer, stamped=True)
 
-    async def _sent(self, row: Execution, answer: PushAnswer) -> None:
-        """W7 taken or unknown. Lost means that result, deadline or user was faster: all is left alone."""
+    async def _sent(self, task: Task, row: Execution, answer: PushAnswer) -> None:
+        """W7 taken or unknown, for a `task` as W4 left it. Lost: result, deadline or user was faster; all is left alone."""
         push: Push = "sent" if answer.outcome == "taken" else "unknown"
         now = self._backends.clock.now()
         reason = "taken by central control" if push == "sent" else f"push unclear: {answer.message}"
-        changes = [
-            lifecycle.record_push(row, push, now, self._settings.timeout_grace),
-            lifecycle.sent(row.task_id, row, push, now, reason, self._worker_id),
-        ]
-        outcomes = await self._insist(changes)
+        change = lifecycle.sent(task, row, push, now, reason, self._worker_id)
+        outcomes = await self._insist([lifecycle.record_push(row, push, now, self._settings.timeout_grace), change])
         await crashpoints.reach("worker.after_W7", row.task_id)
         if outcomes[1].won:
-            self._closing.announcer.say(
-                [{"event": "task.changed", "task_id": row.task_id, "status": "send_success", "device_id": row.device_id,
-                  "execution_id": row.id, "at": now}]
-            )  # fmt: skip
+            self._closing.announce([applied(task, change)])
 
     async def _not_taken(self, row: Execution, answer: PushAnswer, *, stamped: bool) -> Verdict:
         """W7, certainly not taken: the worker closes its own row, then task and lock follow."""
@@ -344,7 +340,9 @@ class Runner:
 
     def _close_not_taken(self, row: Execution, answer: PushAnswer, now: datetime, stamped: bool) -> ChangeExecution:
         code = {"device_gone": "DEVICE_NOT_FOUND", "device_busy": "DEVICE_BUSY"}.get(answer.outcome, "DISPATCH_FAILED")
-        details = {"http_status": answer.http_status} if answer.http_status else {}
+        details: dict[str, Any] = {"http_status": answer.http_status} if answer.http_status else {}
+        if answer.outcome == "wait":
+            details["retry_after_seconds"] = answer.retry_after_s  # it asked, so `waiting_for` says so
         error = Error(code=code, message=answer.message, details=details)
         rest: dict[str, Any] = {"closed_by": self._worker_id, "reason": answer.message, "error": error}
         outcome: Outcome = "failed"

@@ -341,11 +341,24 @@ async def test_stats_tell_how_long_each_phase_took(store: Store) -> None:
     for i in range(1, 101):
         row = await insert_row(store, await insert_task(store), wait_ms=i)
         sent = NOW - timedelta(milliseconds=3 * i)
-        spent = {"sending_at": sent - timedelta(milliseconds=2 * i), "answered_at": sent, "sent_at": sent} if i % 2 else {}
+        begun = sent - timedelta(milliseconds=2 * i)
+        spent = {"sending_at": begun, "answered_at": sent, "sent_at": sent, "push": "sent"} if i % 2 else {}
         closed = {"active": False, "finished_at": NOW, **spent}
         await store.commit([ChangeExecution(execution_id=row.id, expect={}, set=closed)])
     stats = await store.stats(NOW, NOW + timedelta(seconds=1))
     assert (stats.wait_ms, stats.push_ms, stats.run_ms) == ((50, 95), (98, 190), (147, 285))
+
+
+async def test_stats_count_no_run_of_what_was_not_taken(store: Store) -> None:
+    for i, push in enumerate(("not_sent", "refused", "unknown", "sent"), start=1):
+        row = await insert_row(store, await insert_task(store), wait_ms=0)
+        begun = NOW - timedelta(milliseconds=100 * i)
+        closed = {"active": False, "finished_at": NOW, "sending_at": begun, "push": push}
+        await store.commit([ChangeExecution(execution_id=row.id, expect={}, set=closed)])
+        assert (await get_row(store, row.id)).run_ms == (None if i <= 2 else 100 * i)
+    stats = await store.stats(NOW, NOW + timedelta(seconds=1))
+    assert stats.push_ms == (100, 200), "of those that were certainly not taken: until they were closed"
+    assert stats.run_ms == (300, 400)
 
 
 async def test_stats_of_a_quiet_span_are_empty(store: Store) -> None:

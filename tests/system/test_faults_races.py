@@ -100,7 +100,7 @@ class Arena:
         assert stamped.won
         row = await self.row(row.id)
         changes = [
-            lifecycle.record_push(row, "sent", now, grace), lifecycle.sent(task.id, row, "sent", now, "taken", "w"),
+            lifecycle.record_push(row, "sent", now, grace), lifecycle.sent(task, row, "sent", now, "taken", "w"),
         ]  # fmt: skip
         assert all(outcome.won for outcome in await self.left.store.commit(changes))
         return await self.task(task.id), await self.row(row.id)

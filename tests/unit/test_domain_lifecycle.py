@@ -167,9 +167,25 @@ def test_the_deadline_counts_from_taken() -> None:
     assert (unclear.sent_at, unclear.deadline_at) == (None, EARLIER + timedelta(seconds=90))
 
 
+def test_a_push_that_was_certainly_not_taken_lasted_until_it_was_closed_and_nothing_ran() -> None:
+    stamped = applied(make_row(), lifecycle.stamp(make_row(), "worker-1", EARLIER, 30))
+    for push in ("not_sent", "refused"):
+        end = lifecycle.close_own(stamped, "failed", NOW, worker_id="worker-1", closed_by="w", reason="busy", push=push)
+        closed = applied(stamped, end)
+        assert (closed.push_ms, closed.run_ms) == (300_000, None), push
+    assert (make_row(outcome="handed_back").push_ms, make_row(outcome="handed_back").run_ms) == (None, None)
+
+
+def test_sent_tells_the_retry_that_is_under_way() -> None:
+    change = lifecycle.sent(make_task(status="running", retry_count=3), make_row(), "sent", NOW, "taken", "worker-1")
+    assert change.history is not None
+    assert change.history.retry_count == 3
+    assert "retry_count" not in change.set, "so the changes of many tasks stay alike"
+
+
 def test_sent_loses_to_a_result_that_overtook_the_worker() -> None:
     row = make_row()
-    change = lifecycle.sent("task-1", row, "sent", NOW, "taken", "worker-1")
+    change = lifecycle.sent(make_task(), row, "sent", NOW, "taken", "worker-1")
     assert not holds(make_task(status="success", execution_id=row.id), change.expect)
     assert not holds(make_task(status="running", execution_id="exec-3"), change.expect)
     after = applied(make_task(status="running", execution_id=row.id), change)
@@ -208,7 +224,7 @@ def test_the_three_times_of_a_push_fit_together() -> None:
     ],
 )  # fmt: skip
 def test_a_row_is_closed_once_with_the_status_of_its_outcome(outcome: str, status: str) -> None:
-    row = make_row(sending_at=NOW - timedelta(seconds=2))
+    row = make_row(sending_at=NOW - timedelta(seconds=2), push="unknown")
     change = lifecycle.close(row, outcome, NOW, closed_by="closer", reason="why", error=ERROR)  # type: ignore[arg-type]
     closed = applied(row, change)
     assert (closed.active, closed.outcome, closed.status, closed.finished_at) == (False, outcome, status, NOW)

@@ -127,7 +127,7 @@ class TaskMachine(RuleBasedStateMachine):
             )
             return self.decide(undo, later)
         push = data.draw(st.sampled_from(["sent", "unknown"]))
-        return self.decide(lifecycle.sent(self.task.id, row, push, self.now, "taken", row.worker_id), later)
+        return self.decide(lifecycle.sent(self.task, row, push, self.now, "taken", row.worker_id), later)
 
     @rule(target=decided, later=rarely, steps=st.integers(1, 3))
     def a_worker_goes_on(self, later: bool, steps: int) -> Any:
@@ -138,7 +138,7 @@ class TaskMachine(RuleBasedStateMachine):
             return multiple()
         row = self.rows[start.set["execution_id"]]
         todo = [start, lifecycle.stamp(row, row.worker_id, self.now, 30)]
-        todo.append(lifecycle.sent(self.task.id, row, "sent", self.now, "taken", row.worker_id))
+        todo.append(lifecycle.sent(self.task, row, "sent", self.now, "taken", row.worker_id))
         for change in todo[: steps - 1]:
             self.apply(change)
         return self.decide(todo[steps - 1], later)

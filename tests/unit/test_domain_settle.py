@@ -169,9 +169,15 @@ def test_handed_back_from_a_retry_restores_its_count_execution_and_push() -> Non
 
 def test_handed_back_because_central_control_asked_to_wait_waits_that_long() -> None:
     until = NOW + timedelta(seconds=5)
-    row = make_row(outcome="handed_back", retry_at=until)
+    asked = Error(code="DISPATCH_FAILED", message="asked to wait 5 s", details={"retry_after_seconds": 5.0})
+    row = make_row(outcome="handed_back", retry_at=until, error=asked)
     after = settled(under_way(row), row)
     assert (after.status, after.next_run_at, after.wait_code) == ("waiting", until, "central")
+
+
+def test_handed_back_because_central_control_was_of_no_use_does_not_say_that_it_asked() -> None:
+    row = make_row(outcome="handed_back", retry_at=NOW + timedelta(seconds=5))
+    assert settled(under_way(row), row).wait_code == "central_away"
 
 
 def test_handed_back_after_the_execution_before_it_succeeded_late_is_a_success() -> None:

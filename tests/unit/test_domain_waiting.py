@@ -48,6 +48,21 @@ def test_a_task_that_central_control_asked_to_wait_says_so_and_that_nothing_is_c
     assert told.message == "Central control asked to wait until 2026-11-18 12:01:35 UTC (in 1 m 35 s). No retry is charged."
 
 
+def test_a_task_handed_back_by_a_central_control_that_is_away_does_not_say_that_it_asked() -> None:
+    task = make_task(next_run_at=LATER, wait_code="central_away")
+    told = waiting_for(task, None, FREE, NOW)
+    assert told is not None
+    assert (told.reason, told.until) == ("central", LATER)
+    assert told.message == (
+        "Central control does not answer, or the settings for it are wrong. "
+        "Tries again at 2026-11-18 12:01:35 UTC (in 1 m 35 s). No retry is charged."
+    )
+    breaker = Breaker(open=True, since=EARLIER, reason="HTTP 401", probe_at=LATER)
+    told = waiting_for(task, None, Facts(breaker=breaker), NOW)
+    assert told is not None
+    assert told.message.startswith("Central control does not answer since 2026-11-18 11:55:00 UTC (HTTP 401).")
+
+
 def test_while_the_breaker_is_open_everything_due_waits_for_central_control() -> None:
     breaker = Breaker(open=True, since=EARLIER, reason="connection refused", probe_at=LATER)
     told = waiting_for(make_task(), None, Facts(breaker=breaker, workers=1, free=1), NOW)

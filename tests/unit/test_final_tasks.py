@@ -22,8 +22,8 @@ CHANGES: Final[dict[str, Callable[[Task, Execution], ChangeTask | None]]] = {
     "mark_queued": lambda task, row: lifecycle.mark_queued(task) if task.status in EXECUTABLE else None,  # due ones only
     "start": lambda task, row: lifecycle.start(task, row, NOW),
     "foreign_lock": lambda task, row: lifecycle.foreign_lock(task, "somebody", "worker-1", NOW, 0.5),
-    "sent": lambda task, row: lifecycle.sent(task.id, row, "sent", NOW, "taken", "worker-1"),
-    "confirm_push": lambda task, row: lifecycle.confirm_push(task.id, row, NOW),
+    "sent": lambda task, row: lifecycle.sent(task, row, "sent", NOW, "taken", "worker-1"),
+    "confirm_push": lambda task, row: lifecycle.confirm_push(task, row, NOW),
     "progress": lambda task, row: lifecycle.progress(task.id, row.id, 50, "unpacking", NOW),
     "cancel_waiting": lambda task, row: lifecycle.cancel_waiting(task, "jo", "", NOW),
     "request_cancel": lambda task, row: lifecycle.request_cancel(task, "jo", "", NOW),

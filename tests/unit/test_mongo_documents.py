@@ -120,7 +120,7 @@ def test_an_expectation_of_nothing_matches_what_is_absent() -> None:
 
 
 def test_changes_with_equal_values_are_one_statement_that_names_all_documents() -> None:
-    changes = [lifecycle.sent(f"task-{n}", row(n), "sent", NOW, "taken", "w") for n in range(3)]
+    changes = [lifecycle.sent(task(n), row(n), "sent", NOW, "taken", "w") for n in range(3)]
     (made,) = statements([task_cas(change) for change in changes], TOKEN)
     assert made.filter == {
         "_id": {"$in": ["task-0", "task-1", "task-2"]},
@@ -155,7 +155,7 @@ def test_each_documents_own_values_stand_at_the_place_of_its_id_and_are_literal(
 
 def test_a_batch_with_few_different_values_is_parted_into_statements_of_the_cheap_kind() -> None:
     times = [NOW, NOW + timedelta(milliseconds=1)]
-    changes = [lifecycle.sent(f"t-{n}", row(n), "sent", times[n % 2], "taken", "w-1") for n in range(40)]
+    changes = [lifecycle.sent(task(n), row(n), "sent", times[n % 2], "taken", "w-1") for n in range(40)]
     made = statements([task_cas(change) for change in changes], TOKEN)
     assert [len(one.ids) for one in made] == [20, 20]
     assert all(isinstance(one.update, dict) for one in made)
@@ -352,9 +352,7 @@ def test_a_row_about_an_execution_that_is_no_longer_under_way_names_it() -> None
 
 
 def test_the_same_step_of_many_tasks_is_one_statement_with_one_set_of_values() -> None:
-    changes = [
-        lifecycle.sent(f"t-{n}", row(n), "sent", NOW, "taken by central control", "w-1") for n in range(PER_STATEMENT)
-    ]
+    changes = [lifecycle.sent(task(n), row(n), "sent", NOW, "taken by central control", "w-1") for n in range(PER_STATEMENT)]
     (made,) = statements([task_cas(change) for change in changes], TOKEN)
     assert len(made.ids) == PER_STATEMENT
     assert isinstance(made.update, dict)

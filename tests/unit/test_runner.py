@@ -100,6 +100,26 @@ async def test_a_task_that_nobody_touches_is_pushed(bench: Bench) -> None:
     assert (await get_task(bench.backends.store, task.id)).status == "send_success"
 
 
+async def test_the_history_and_the_event_of_a_push_tell_the_retry_that_is_under_way(bench: Bench) -> None:
+    task = await bench.task(status="failed_waiting_retry", retry_count=2, attempt=3)
+    item = await bench.leased(task)
+    said: list[Any] = []
+
+    async def publish(events: Any) -> None:
+        said.extend(events)
+
+    bench.backends.events.publish = publish  # type: ignore[method-assign]
+    bench.door.set()
+    await bench.runner.carry_out(item)
+    history = await bench.backends.store.history(task.id)
+    assert [(row.to_status, row.retry_count) for row in history[-2:]] == [("running", 3), ("send_success", 3)]
+    async with asyncio.timeout(5):
+        while not any(event.get("status") == "send_success" for event in said):
+            await asyncio.sleep(0)
+    [event] = [event for event in said if event.get("status") == "send_success"]
+    assert (event["retry_count"], event["progress"]) == (3, 0)
+
+
 async def test_a_task_canceled_between_the_read_and_the_lock_is_not_pushed_and_its_device_is_free(bench: Bench) -> None:
     task = await bench.task()
     cancel = lifecycle.cancel_waiting(task, "a user", "not needed", bench.backends.clock.now())
