@@ -9,6 +9,7 @@ from scriptdispatch.clock import Clock
 from scriptdispatch.errors import QueueUnavailable
 from scriptdispatch.locks.port import Leases
 from scriptdispatch.queue.port import Events
+from scriptdispatch.services.fields import format_time
 
 log = logs.get("leader")
 
@@ -42,7 +43,7 @@ class Leadership:
         self._until = before + self._ttl_s
         if new:
             log.info("leads", event_name="leader.changed", term=term)
-            at = self._clock.now()
+            at = format_time(self._clock.now())
             await self._events.publish([{"event": "leader.changed", "node_id": self._node_id, "term": term, "at": at}])
         return new
 

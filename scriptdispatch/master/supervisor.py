@@ -23,6 +23,7 @@ from scriptdispatch.master.timers import Timers
 from scriptdispatch.metrics import Metrics, add
 from scriptdispatch.queue.port import Leased
 from scriptdispatch.services.closing import Closing
+from scriptdispatch.services.fields import format_time
 from scriptdispatch.services.reconcile import Reconciler
 from scriptdispatch.settings import Settings
 from scriptdispatch.wiring import Backends, connect
@@ -238,7 +239,7 @@ class Node:
                 self._poison.append(item)
 
     def _announce(self, event: str, child: Child) -> None:
-        at = self._clock.now()
+        at = format_time(self._clock.now())
         self._spawn(
             self._backends.events.publish(
                 [{"event": event, "worker_id": child.id, "name": child.name, "node_id": self.id, "at": at}]

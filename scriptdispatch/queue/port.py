@@ -11,7 +11,7 @@ Raises `QueueUnavailable`.
 
 from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
@@ -118,6 +118,7 @@ class Queue(Protocol):
 
 
 Event = dict[str, Any]
+INNER: Final = frozenset(("task.log",))  # kinds of events that are signals among our own processes, not in the contract
 
 
 class Events(Protocol):

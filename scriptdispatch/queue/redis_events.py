@@ -1,4 +1,5 @@
 """The event bus on Redis: each event is one message on the channel `<prefix>events`, as JSON, for any program to hear.
+Those that only our own processes understand (`port.INNER`) go to `<prefix>events:inner`.
 
 A sender waits a moment for Redis to take what it says, so that what is said later is heard later; no longer, and it never
 fails because of it. What could not be said is made up for by a `reset` before the next event; who may have missed something
@@ -15,14 +16,15 @@ import msgspec
 from scriptdispatch import logs
 from scriptdispatch.errors import QueueUnavailable
 from scriptdispatch.queue.fanout import RESET, Fanout
-from scriptdispatch.queue.port import Event
+from scriptdispatch.queue.port import INNER, Event
 from scriptdispatch.queue.redis_channels import Channels
 from scriptdispatch.queue.redis_gather import Gathering
 from scriptdispatch.redis_client import RedisClient
 
 log = logs.get("queue")
 # Short, and so sent whole each time: a script that Redis had forgotten would be sent again behind the next announcement.
-_PUBLISH = "for _, event in ipairs(cmsgpack.unpack(ARGV[2])) do redis.call('PUBLISH', ARGV[1], event) end"
+_PUBLISH = "for _, said in ipairs(cmsgpack.unpack(ARGV[2])) do redis.call('PUBLISH', ARGV[1] .. said[1], said[2]) end"
+_INNER = ":inner"
 PATIENCE_S = 0.25
 BATCH = 500
 MAX_UNDER_WAY = 10_000  # events that Redis has not taken yet
@@ -58,16 +60,28 @@ class RedisEvents:
 
     async def _say(self, events: list[Event]) -> list[Any]:
         made_up, self._lost = self._lost, False
-        texts = [self._encoder.encode(event).decode() for event in ([{"event": RESET}] if made_up else []) + events]
+        said = [self._letter(event) for event in ([{"event": RESET}] if made_up else []) + events]
         try:
-            await self._client.command("EVAL", _PUBLISH, 0, self._channel, msgspec.msgpack.encode(texts))
+            await self._client.command("EVAL", _PUBLISH, 0, self._channel, msgspec.msgpack.encode(said))
         except QueueUnavailable as error:
             self._lost = True
             log.warning("events were not announced", event_name="events.lost", count=len(events), reason=str(error))
         return []
 
+    def _letter(self, event: Event) -> tuple[str, str]:
+        """What its channel's name has behind `<prefix>events`, and its text."""
+        return _INNER if event.get("event") in INNER else "", self._encoder.encode(event).decode()
+
     def _begin(self) -> Callable[[], None]:
-        return self._channels.listen(self._channel, self._hear, self._hears)
+        end_public = self._channels.listen(self._channel, self._hear, lambda _: None)
+        # Asked for last, on the same line: from its confirmation on both are heard.
+        end_inner = self._channels.listen(self._channel + _INNER, self._hear, self._hears)
+
+        def end() -> None:
+            end_public()
+            end_inner()
+
+        return end
 
     def _hears(self, whole: bool) -> None:
         if not whole:

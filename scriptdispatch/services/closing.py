@@ -18,6 +18,7 @@ from scriptdispatch.errors import QueueUnavailable
 from scriptdispatch.metrics import Metrics
 from scriptdispatch.queue.port import Event, Item
 from scriptdispatch.services.announcer import Announcer
+from scriptdispatch.services.fields import format_time
 from scriptdispatch.settings import Settings
 from scriptdispatch.wiring import Backends
 
@@ -127,7 +128,7 @@ class Closing:
         except QueueUnavailable as error:
             log.warning("locks not released; the reconciler will", error=str(error), locks=len(held))
             return
-        at = self._backends.clock.now()
+        at = format_time(self._backends.clock.now())
         events: list[Event] = [
             {"event": "device.released", "device_id": device, "execution_id": execution, "at": at}
             for (device, execution), gone in zip(held, released, strict=True)
@@ -166,7 +167,7 @@ def changed(task: Task) -> Event:
         "execution_id": task.execution_id,
         "progress": task.progress,
         "retry_count": task.retry_count,
-        "at": task.updated_at,
+        "at": format_time(task.updated_at),
     }
 
 

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 
 from scriptdispatch import logs
 from scriptdispatch.errors import Unavailable
-from scriptdispatch.queue.port import Event, Events
+from scriptdispatch.queue.port import INNER, Event, Events
 from scriptdispatch.web.exchange import too_many
 
 BUFFER = 2000
 STREAMS = 1000
 AGAIN_S = 1.0
-INTERNAL = frozenset(("task.log",))  # for our own streams, not for `/events`
 log = logs.get("hub")
 
 
@@ -107,7 +106,7 @@ class Hub:
             for watch in self._watches():
                 watch.put(event)
             return
-        if kind not in INTERNAL:
+        if kind not in INNER:  # those are for our own streams
             for watch in self._all:
                 watch.put(event)
         task_id = event.get("task_id")

@@ -24,6 +24,7 @@ from scriptdispatch.errors import StoreUnavailable, Unavailable
 from scriptdispatch.locks.port import Claim
 from scriptdispatch.queue.port import Leased
 from scriptdispatch.services.closing import Closing, applied, item_of
+from scriptdispatch.services.fields import format_time
 from scriptdispatch.services.reconcile import LOCK_MARGIN_S
 from scriptdispatch.settings import Settings
 from scriptdispatch.wiring import Backends
@@ -404,7 +405,7 @@ class Runner:
         if row.device_id is not None:
             events.append(
                 {"event": "device.locked", "device_id": row.device_id, "task_id": task.id, "execution_id": row.id,
-                 "fencing_token": row.fencing_token, "at": row.created_at}
+                 "fencing_token": row.fencing_token, "at": format_time(row.created_at)}
             )  # fmt: skip
         self._closing.announce([task], events)
 

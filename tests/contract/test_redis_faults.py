@@ -435,6 +435,21 @@ async def test_any_program_hears_events_as_json_on_the_channel(rig: RedisRig) ->
     line.drop()
 
 
+async def test_our_own_signals_are_heard_by_us_and_not_on_the_channel_for_others(rig: RedisRig) -> None:
+    line = await redis_client.Line.open(rig.client.url)
+    line.write("SUBSCRIBE", f"{rig.prefix}events")
+    assert (await line.read())[0] == b"subscribe"
+    events: Any = rig.events.listen()
+    first = asyncio.ensure_future(anext(events))
+    await heard(rig, "events:inner")
+    await rig.events.publish([{"event": "task.log", "task_id": "t"}, {"event": "worker.up"}])
+    assert (await line.read())[2] == b'{"event":"worker.up"}'
+    async with asyncio.timeout(5):
+        assert [await first, await anext(events)] == [{"event": "task.log", "task_id": "t"}, {"event": "worker.up"}]
+    await events.aclose()
+    line.drop()
+
+
 # --- set by hand
 
 

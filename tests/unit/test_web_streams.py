@@ -169,6 +169,7 @@ async def test_events_tell_what_happens_from_now_on_but_not_our_own_signals(web:
         event, _, data = await reader.next()
         assert (event, data["status"]) == ("task.changed", "canceled")
         assert data["at"].endswith("Z")
+        assert data["at"] == (await web.ask("GET", f"/tasks/{task['id']}")).json()["updated_at"], "one format of times"
 
 
 async def listening(web: Site) -> None:
