@@ -26,6 +26,7 @@ LONGEST_PAUSE_S: Final = 5.0
 SENDING_S: Final = 30.0
 PATH: Final = "/api/v1/execution-logs"
 JSON_TYPE: Final = b"Content-Type: application/json\r\n"
+WRONG_TOKEN: Final = ": set SCRIPTDISPATCH_TOKEN to a token of the service with the scope log:write"
 log = logs.get("lab")
 
 
@@ -198,7 +199,7 @@ class HttpCarrier:
                     response = await connection.request("POST", PATH, body, JSON_TYPE, timeout_s=SENDING_S, cap=LARGE_ANSWER)
                 if response.status in (202, 400, 413, 422):
                     return response
-                trouble = f"HTTP {response.status}"
+                trouble = f"HTTP {response.status}{WRONG_TOKEN if response.status in (401, 403) else ''}"
             except Trouble as error:
                 trouble = str(error)
             await patience.pause(trouble)

@@ -232,7 +232,7 @@ def request_cancel(task: Task, actor: str, reason: str, now: datetime) -> Change
     return ChangeTask(
         task_id=task.id,
         expect={"status": (RUNNING, SENT), "execution_id": task.execution_id, "cancel_requested": False},
-        set={"cancel_requested": True, "cancel_requested_at": now, "updated_at": now},
+        set={"cancel_requested": True, "cancel_requested_at": now, "cancel_reason": reason or None, "updated_at": now},
         history=history,
     )
 
@@ -481,7 +481,8 @@ def _cancel(task: Task, row: Execution, now: datetime) -> ChangeTask:
         details["unconfirmed"] = True
     elif row.error is not None:
         details["execution_error"] = {"code": row.error.code, "message": row.error.message}
-    error = Error(code="CANCELED", message=row.reason or "canceled", details=details)
+    asked = task.cancel_reason if row.outcome != "dropped" else None  # a forced cancel has words of its own
+    error = Error(code="CANCELED", message=asked or row.reason or "canceled", details=details)
     change = _ended(now, error=error)
     change |= {"push": row.push}
     return _settled(task, row, CANCELED, now, change)

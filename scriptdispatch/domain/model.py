@@ -99,6 +99,7 @@ class Task(Struct, frozen=True, kw_only=True):
     execution_id: str | None = None
     cancel_requested: bool = False
     cancel_requested_at: datetime | None = None
+    cancel_reason: str | None = None  # in the user's words
     cancel_answer: str | None = None  # what central control said to it; it is asked until it answers
     late_success_of: str | None = None
     first_failed_at: datetime | None = None  # of this round; `daily` counts its days from here

@@ -47,6 +47,7 @@ class Child:
         self.named = False  # in a heartbeat of the node: its rows are found if the node dies
         self.stopping = False
         self.exit_code: int | None = None
+        self.pid = 0  # the last known, also after its end
         self.last_beat = wire.Beat()
         self.started_at: datetime = clock.now()
         self.last_heartbeat_at: datetime = self.started_at
@@ -57,10 +58,6 @@ class Child:
         self._process: BaseProcess | None = None
         self._pipe: wire.Pipe[Any, Any] | None = None
         self._reading: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid or 0 if self._process else 0
 
     @property
     def age_s(self) -> float:
@@ -76,6 +73,7 @@ class Child:
         )
         try:
             await asyncio.to_thread(self._process.start)
+            self.pid = self._process.pid or 0
         except BaseException:
             ours.close()
             raise

@@ -197,7 +197,7 @@ class Node:
 
     async def _after_death(self, child: Child) -> None:
         how = "asked to" if child.stopping else f"exit code {child.exit_code}"
-        say = log.info if child.stopping and child.exit_code == 0 else log.warning
+        say = log.info if child.exit_code == 0 else log.warning
         say("child ended", event_name="child.ended", child=child.kind, id=child.id, how=how)
         self._crew.bury(child)
         if child.kind == "worker":

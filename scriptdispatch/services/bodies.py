@@ -4,6 +4,7 @@ Strict: a number is not a string, an object is not a name, and a field that this
 names it. So nothing but the listed types ever reaches a store (S04).
 """
 
+import re
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -14,12 +15,19 @@ from scriptdispatch.errors import Refused
 from scriptdispatch.services.fields import all_invalid, field_errors, invalid, parse_time, plain
 
 MONTH_S = 30 * 86_400
+SCRIPT_ID = "^[0-9a-f]{64}$"
 
 
 def _device(value: str) -> str:
     if value.startswith("~"):
         raise ValueError("must not start with '~'")
     return plain(value)
+
+
+def _script_id(value: str) -> str:
+    if not re.fullmatch(SCRIPT_ID, value):
+        raise ValueError("must be 64 hexadecimal digits, as `script_id` of a task")
+    return value
 
 
 def _no_operator(value: str) -> str:
@@ -37,6 +45,7 @@ def _label_key(value: str) -> str:
 
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(plain)]
 DeviceId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_device)]
+ScriptId = Annotated[str, Field(json_schema_extra={"pattern": SCRIPT_ID}), AfterValidator(_script_id)]
 LabelKey = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_label_key)]
 LabelValue = Annotated[str, Field(max_length=200), AfterValidator(plain)]
 ParamName = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_no_operator)]
@@ -73,7 +82,7 @@ class TaskBody(Body):
     type: str = Field("script", min_length=1, max_length=200)
     device_id: DeviceId | None = None
     script: ScriptBody | None = None
-    script_id: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    script_id: ScriptId | None = None
     params: dict[ParamName, Any] | None = None
     secret_params: list[ParamName] = Field(default_factory=list, max_length=1000)
     priority: Priority = "normal"

@@ -1,9 +1,9 @@
 """Checks that API, CLI and console share on the fields people send: times, names, texts. Pure."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 from scriptdispatch.errors import Refused
 
@@ -33,6 +33,31 @@ def format_time(at: datetime | None) -> str | None:
     return at.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 
 
+# What pydantic finds, by its name for it, in our words. What is not here is told in its own.
+_WORDS: Final[Mapping[str, str]] = {
+    "extra_forbidden": "no such field in this version",
+    "missing": "is required",
+    "string_type": "must be a text",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "has too many digits",
+    "float_type": "must be a number",
+    "finite_number": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be a JSON object",
+    "model_type": "must be a JSON object",
+    "literal_error": "must be {expected}",
+    "string_too_short": "must have {min_length} or more characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_short": "must have {min_length} or more items",
+    "too_long": "must have at most {max_length} items",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than_equal": "must be at most {le}",
+}
+
+
 def plain(text: str) -> str:
     """A text that fits on one line of a table or log: ValueError if it has control characters."""
     if _CONTROL.search(text):
@@ -41,14 +66,16 @@ def plain(text: str) -> str:
 
 
 def field_errors(rows: Iterable[Any]) -> list[tuple[str, str]]:
-    """pydantic's errors as (JSON path, sentence); `extra_forbidden` becomes a sentence about the field."""
-    found = []
-    for row in rows:
-        message = row["msg"].removeprefix("Value error, ")
-        if row["type"] == "extra_forbidden":
-            message = "no such field in this version"
-        found.append((json_path(row["loc"]), message))
-    return found
+    """pydantic's errors as (JSON path, sentence)."""
+    return [(json_path(row["loc"]), _in_words(row)) for row in rows]
+
+
+def _in_words(row: Any) -> str:
+    words = _WORDS.get(row["type"])
+    if words is None:  # mostly a check of ours, which speaks for itself
+        return str(row["msg"]).removeprefix("Value error, ")
+    limits = {name: int(n) if isinstance(n, float) and n.is_integer() else n for name, n in row.get("ctx", {}).items()}
+    return words.format(**limits)
 
 
 def json_path(loc: Iterable[Any]) -> str:

@@ -1,7 +1,8 @@
 """Execution logs that come over HTTP (SPEC 6), and the quarantine of messages that could not be used.
 
-Here a message is only looked at far enough to go into the stream; what it does is decided by the closer. 202 means that
-it is durable there.
+Here a message is only looked at as far as that needs nobody else: what has not even the shape of a message is answered at
+once. What it does, and whether its execution and signature are right, is decided by the closer. 202 means that it is
+durable in the stream.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import msgspec
 
 from scriptdispatch.domain.model import Quarantined
 from scriptdispatch.errors import Refused
+from scriptdispatch.mq.messages import Unusable, parse
 from scriptdispatch.mq.port import Stream
 from scriptdispatch.wiring import Backends
 
@@ -25,8 +27,8 @@ async def publish_messages(stream: Stream, messages: list[Any]) -> dict[str, Any
     for index, message in enumerate(messages):
         reason = _wrong(message)
         body = b"" if reason else msgspec.json.encode(message)
-        if not reason and len(body) > MAX_MESSAGE:
-            reason = f"is longer than {MAX_MESSAGE} bytes"
+        if not reason:
+            reason = _wrong_shape(body)
         if reason:
             rejected.append({"index": index, "reason": reason})
         else:
@@ -46,6 +48,17 @@ def _wrong(message: Any) -> str | None:
     if message["type"] not in TYPES:
         return f"type must be one of {', '.join(TYPES)}"
     return _wrong_key(message)
+
+
+def _wrong_shape(body: bytes) -> str | None:
+    """What the closer would quarantine whatever it is about."""
+    if len(body) > MAX_MESSAGE:
+        return f"is longer than {MAX_MESSAGE} bytes"
+    try:
+        parse(body, None)
+    except Unusable as error:
+        return str(error)
+    return None
 
 
 def _wrong_key(message: Mapping[str, Any]) -> str | None:

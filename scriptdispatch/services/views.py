@@ -205,7 +205,7 @@ def node_view(node: NodeRecord, *, alive: bool, leader: tuple[str, int] | None, 
         "version": node.version,
         "started_at": format_time(node.started_at),
         "last_heartbeat_at": format_time(node.last_heartbeat_at),
-        "workers": len(node.workers),
+        "workers": len(node.workers) if alive else 0,  # they end with their master
         "consumers": node.consumers,
         "consumer_lag": node.consumer_lag,
         "breaker": breaker,

@@ -98,6 +98,7 @@ async def _serve(settings: Settings, ready: Callable[[str], None] | None, lifeli
                 ready(address(sock))
             log.info("listening", event_name="web.ready", url=address(sock), pid=os.getpid())
             await server.serve(sockets=[sock])
+            log.info("stopped", event_name="web.stopped")
         return 0
     finally:
         sock.close()

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from scriptdispatch.services.bodies import ActionBody, BatchBody, MessagesBody, TaskBody, TokenBody
 from scriptdispatch.web.exchange import answer
@@ -50,6 +50,11 @@ async def page(request: Request) -> Response:
     )
 
 
+async def root() -> Response:
+    """Until there is a console, whoever opens the address finds the documentation."""
+    return RedirectResponse("/docs", 307)
+
+
 async def schema(request: Request) -> Response:
     return answer(request.app.openapi())
 
@@ -63,6 +68,7 @@ def _file(name: str, kind: str) -> Route:
 
 
 ROUTES = [
+    Route(method="GET", path="/", endpoint=root, scope="any", documented=False),
     Route(method="GET", path="/docs", endpoint=page, scope="any", documented=False),
     Route(method="GET", path="/openapi.json", endpoint=schema, scope="any", documented=False),
     *(_file(name, kind) for name, kind in FILES.items()),

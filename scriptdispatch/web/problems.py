@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from scriptdispatch import logs
 from scriptdispatch.errors import CentralUnavailable, Refused, StoreUnavailable, Unavailable
@@ -114,8 +115,17 @@ async def _http(request: Request, error: Exception) -> Response:
     """What the framework itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     code = _BY_STATUS.get(error.status_code, "validation_error" if error.status_code < 500 else "internal_error")
+    if error.status_code == 405:
+        return _wrong_method(request)
     detail = f"{request.method} {request.url.path[:200]}: {error.detail}"
     return problem(error.status_code, code, detail, headers=error.headers)
+
+
+def _wrong_method(request: Request) -> Response:
+    """The framework names only the methods of the first route that has this path."""
+    routes = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
+    return problem(405, "method_not_allowed", f"{request.url.path[:200]} takes {allowed}", headers={"Allow": allowed})
 
 
 async def _gone(_: Request, __: Exception) -> Response:

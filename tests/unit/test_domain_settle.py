@@ -149,6 +149,20 @@ def test_canceled_and_dropped_cancel_the_task(status: Status, outcome: Outcome) 
     assert (after.status, after.finished_at) == ("canceled", NOW)
 
 
+def test_a_cancel_that_central_control_confirms_ends_with_the_users_reason() -> None:
+    row = make_row(outcome="canceled", reason="central control confirms the cancel")
+    asked = under_way(row, status="send_success", cancel_requested=True, cancel_reason="wrong site")
+    change = lifecycle.settle(asked, row, NOW, 0.5)
+    assert change is not None
+    assert change.set["error"] == Error(code="CANCELED", message="wrong site")
+    assert change.history is not None
+    assert change.history.reason == "central control confirms the cancel"
+    dropped = make_row(outcome="dropped", reason="forced cancel: at once")
+    assert settled(under_way(dropped, cancel_requested=True, cancel_reason="wrong site"), dropped).error.message == (
+        "forced cancel: at once"
+    )
+
+
 def test_handed_back_from_a_first_start_restores_waiting_as_it_was() -> None:
     row = make_row(outcome="handed_back", from_status="waiting")
     after = settled(under_way(row, retry_count=0, push="not_sent"), row)

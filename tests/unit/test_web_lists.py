@@ -281,7 +281,26 @@ async def test_execution_logs_go_into_the_stream_and_bad_ones_are_named(web: Sit
         assert (await web.ask("POST", "/execution-logs", json=body)).status_code == 422
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"seq": "x"}, {"progress": "half"}, {"time": "soon"}, {"content": 7}, {"exit_code": 1.5}, {"retryable": "no"},
+     {"error": "it broke"}, {"stream": 1}],
+)  # fmt: skip
+async def test_a_message_of_a_wrong_shape_is_rejected_at_once_with_its_field(web: Site, wrong: dict[str, Any]) -> None:
+    good = {"execution_id": "e", "task_id": "t", "type": "LOG", "content": "hi"}
+    answer = await web.ask("POST", "/execution-logs", json={"messages": [{**good, **wrong}, good]})
+    body = answer.json()
+    assert (answer.status_code, body["accepted"]) == (202, 1)
+    [rejected] = body["rejected"]
+    assert rejected["index"] == 0
+    assert next(iter(wrong)) in rejected["reason"]
+    [delivery] = await web.backends.stream.receive(10, 1)
+    assert b'"hi"' in delivery.body
+
+
 async def test_docs_work_offline_and_know_the_bodies(web: Site) -> None:
+    root = await web.client.get("/")
+    assert (root.status_code, root.headers["Location"]) == (307, "/docs")
     page = (await web.client.get("/docs")).text
     assert "https://" not in page
     for name in ("swagger-ui-bundle.js", "swagger-ui.css"):
@@ -290,3 +309,4 @@ async def test_docs_work_offline_and_know_the_bodies(web: Site) -> None:
     schema = (await web.client.get("/openapi.json")).json()
     assert "retry" in schema["components"]["schemas"]["TaskBody"]["properties"]
     assert schema["paths"]["/api/v1/tasks"]["post"]["requestBody"]
+    assert "whole log" in schema["paths"]["/api/v1/tasks/{task_id}/logs"]["get"]["description"]

@@ -1,6 +1,7 @@
 """What is not a task is refused, with the right code and the field's name, and nothing is stored (F06, S04)."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,26 @@ async def test_nonsense_is_refused_by_name_and_nothing_is_stored(web: Site, kind
     assert await web.stored() == 0
 
 
+FOREIGN = re.compile(r"\b(Input|String|List|Dictionary|Field|should|valid dictionary|pattern)\b")
+
+
+async def test_what_is_wrong_with_a_field_is_said_in_our_words(web: Site) -> None:
+    asked = [("/tasks", {"script": SHELL, **change}) for change, _, _ in NONSENSE.values()]
+    asked += [("/tasks/batch", {"tasks": tasks}) for tasks in ([], "x", [{}] * 1001)] + [("/tasks/batch", {})]
+    answers = [await web.ask("POST", path, json=body) for path, body in asked]
+    queries = ("limit=0", "limit=501", "limit=x", "limit=" + "9" * 5000, "priority=x", "device_id=" + "x" * 201)
+    answers += [await web.ask("GET", f"/tasks?{query}") for query in queries]
+    answers.append(await web.ask("DELETE", "/tasks/x?force=perhaps"))
+    for answer in answers:
+        for row in answer.json()["errors"]:
+            assert not FOREIGN.search(row["message"]), row
+    labels, script = ({"labels": {f"k{n}": "v" for n in range(33)}}, {"script": None, "script_id": "nope"})
+    said = [(await web.ask("POST", "/tasks", json={"script": SHELL, **body})).json()["detail"] for body in (labels, script)]
+    assert said == [
+        "labels: must have at most 32 items", "script_id: must be 64 hexadecimal digits, as `script_id` of a task",
+    ]  # fmt: skip
+
+
 BODIES: dict[str, tuple[bytes, dict[str, str]]] = {
     "nothing": (b"", {}),
     "not JSON": (b"{", {}),
@@ -160,6 +181,12 @@ async def test_operators_in_filters_are_refused_or_find_nothing(web: Site, param
         assert bracket.status_code == 422
 
 
+@pytest.mark.parametrize(("field", "value"), [("status", "done"), ("priority", "urgent"), ("error_code", "NOPE")])
+async def test_a_filter_that_no_task_can_meet_is_refused_by_name(web: Site, field: str, value: str) -> None:
+    answer = await web.ask("GET", "/tasks", params={field: value})
+    assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, field)
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [
@@ -179,6 +206,9 @@ async def test_a_wrong_method_is_a_405_problem(web: Site, method: str) -> None:
     answer = await web.ask(method, "/tasks")
     assert answer.status_code == 405
     assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.headers["Allow"] == "GET, POST"
+    if method != "HEAD":
+        assert answer.json()["detail"] == "/api/v1/tasks takes GET, POST"
 
 
 async def test_an_unknown_parameter_is_named(web: Site) -> None:

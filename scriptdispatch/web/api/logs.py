@@ -33,7 +33,9 @@ class LinesQuery(BaseModel):
 
 
 async def get_logs(task_id: str, web: Web, query: Annotated[LinesQuery, Query()]) -> Response:
-    """A page of lines in order of arrival, over all executions."""
+    """A page of lines in order of arrival, over all executions.
+
+    `total` and `dropped` are those of the task's whole log, whatever `execution_id`, `stream` and `q` ask for."""
     task = await find_task(web, task_id)
     given = [name for name in ("after", "before", "tail") if getattr(query, name) is not None]
     if "tail" in given and len(given) > 1:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from scriptdispatch import ids
-from scriptdispatch.domain.model import STATUSES, Priority, Script, Status, Task
+from scriptdispatch.domain.model import ERROR_CODES, STATUSES, Priority, Script, Status, Task
 from scriptdispatch.errors import Refused, Unavailable
 from scriptdispatch.services import facts, views
 from scriptdispatch.services.bodies import ActionBody, BatchBody, TaskBody
@@ -120,6 +120,8 @@ def _filter(query: TaskQuery) -> TaskFilter:
     for status in statuses:
         if status not in STATUSES:
             raise invalid("status", f"{status[:50]!r} is none of {', '.join(STATUSES)}")
+    if query.error_code is not None and query.error_code not in ERROR_CODES:
+        raise invalid("error_code", f"{query.error_code[:50]!r} is none of {', '.join(ERROR_CODES)}")
     wanted = tuple(part for part in (query.ids or "").split(",") if part)
     if len(wanted) > 100:
         raise invalid("ids", "at most 100")
