@@ -13,19 +13,21 @@ from scriptdispatch.central.breaker import Breaker
 from scriptdispatch.central.outcomes import PushAnswer
 from scriptdispatch.domain import lifecycle
 from scriptdispatch.domain.model import Task
+from scriptdispatch.master.recovery import Rescuer
 from scriptdispatch.queue.port import Leased
 from scriptdispatch.services.closing import Closing, item_of
 from scriptdispatch.settings import Settings
 from scriptdispatch.wiring import Backends, connect
 from scriptdispatch.worker.runner import Runner, Verdict
-from tests.contract.store_values import get_task, insert_task, make_script, one
+from tests.contract.store_values import get_task, insert_task, make_script, one, start
 
 
 class Desk:
-    """A central control that takes everything at once, and a connection to it."""
+    """A central control that takes everything at once, unless it is told another answer, and a connection to it."""
 
     def __init__(self) -> None:
         self.pushed: list[str] = []
+        self.answer = PushAnswer(outcome="taken", message="taken")
 
     async def checkout(self) -> "Desk":
         return self
@@ -35,7 +37,7 @@ class Desk:
 
     async def push(self, _: Any, request: Any, **__: Any) -> PushAnswer:
         self.pushed.append(request.task_id)
-        return PushAnswer(outcome="taken", message="taken")
+        return self.answer
 
 
 class Bench:
@@ -44,9 +46,9 @@ class Bench:
     def __init__(self, backends: Backends) -> None:
         settings = Settings(store_url="memory://")
         self.backends, self.desk = backends, Desk()
-        closing = Closing(backends, settings, role="worker")
+        self.closing = Closing(backends, settings, role="worker")
         central: Any = self.desk
-        self.runner = Runner(backends, settings, central, Breaker(), closing, "worker-1", "node-1")
+        self.runner = Runner(backends, settings, central, Breaker(), self.closing, "worker-1", "node-1")
         self.asked, self.door = asyncio.Event(), asyncio.Event()
         acquire = backends.locks.acquire
 
@@ -118,6 +120,37 @@ async def test_the_history_and_the_event_of_a_push_tell_the_retry_that_is_under_
             await asyncio.sleep(0)
     [event] = [event for event in said if event.get("status") == "send_success"]
     assert (event["retry_count"], event["progress"]) == (3, 0)
+
+
+async def test_an_unclear_push_of_a_dead_worker_tells_the_retry_that_was_under_way(bench: Bench) -> None:
+    store, now = bench.backends.store, bench.backends.clock.now()
+    task, row = await start(store, await bench.task(status="failed_waiting_retry", retry_count=2, attempt=3))
+    assert (await one(store, lifecycle.stamp(row, row.worker_id, now, 30))).won
+    await Rescuer(bench.backends, bench.closing).worker_died(row.worker_id, [], "killed")
+    last = (await store.history(task.id))[-1]
+    assert (last.to_status, last.retry_count) == ("send_success", 3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "wait_code"),
+    [
+        (PushAnswer(outcome="wait", message="HTTP 429", http_status=429, retry_after_s=30.0), "central"),
+        (PushAnswer(outcome="misconfigured", message="HTTP 401", http_status=401), "central_away"),
+    ],
+)
+async def test_a_task_handed_back_knows_whether_central_control_asked_to_wait(
+    bench: Bench, answer: PushAnswer, wait_code: str
+) -> None:
+    bench.desk.answer = answer
+    task = await bench.task()
+    item = await bench.leased(task)
+    bench.door.set()
+    await bench.runner.carry_out(item)
+    after = await get_task(bench.backends.store, task.id)
+    assert (after.status, after.wait_code, after.retry_count) == ("waiting", wait_code, 0)
+    [row] = await bench.backends.store.executions_of(task.id)
+    assert row.push_ms is not None
+    assert row.run_ms is None
 
 
 async def test_a_task_canceled_between_the_read_and_the_lock_is_not_pushed_and_its_device_is_free(bench: Bench) -> None:

@@ -13,6 +13,7 @@ from scriptdispatch.ids import new_id
 from scriptdispatch.locks.port import Claim
 from scriptdispatch.metrics import Metrics
 from scriptdispatch.services.fields import format_time
+from scriptdispatch.services.views import node_view
 from tests.unit.web_helpers import Site, execution, site
 
 
@@ -199,6 +200,7 @@ async def test_nodes_workers_readiness_and_metrics_show_what_heartbeats_carry(we
     assert (shown["leader"], shown["workers"], shown["consumer_lag"], shown["breaker"]) == (True, 1, 3, "closed")
     [worker] = (await web.ask("GET", "/workers")).json()["items"]
     assert (worker["id"], worker["status"], worker["capacity"]) == ("w1", "ready", 4)
+    assert node_view(node(web), alive=False, leader=None, breaker="closed")["workers"] == 0, "they end with their master"
     ready = await web.client.get("/readyz")
     assert ready.status_code == 200
     assert "leader ok node-1 term 1" in ready.text

@@ -66,6 +66,7 @@ def test_it_says_where_it_listens_answers_and_ends_cleanly_on_term(tmp_path: Pat
         assert httpx.get(f"{url}/readyz").text.startswith("store ok SQLite")
         child.send_signal(signal.SIGTERM)
         assert child.wait(10) == 0
+        assert any("web.stopped" in text for text in child.communicate(timeout=10))
 
 
 def test_an_open_stream_does_not_hold_up_the_end(tmp_path: Path) -> None:
