@@ -27,6 +27,7 @@ from tests.server_process import Server
 from tests.servers import private
 from tests.system.harness import free_port
 
+SETTLE_S = 2.0
 HERE = Path(__file__).resolve().parent
 
 
@@ -66,6 +67,12 @@ class Ground:
         # Enough for all that a run stores, as on a server of its own: the servers of tests are given less.
         client.admin.command({"setParameter": 1, "wiredTigerEngineRuntimeConfig": "cache_size=2G"})
         return client
+
+    def settle(self) -> None:
+        """What the last one has left to be written is written, so that nobody pays for his predecessor's disk."""
+        for client in (self.mongo, self.peers_mongo):
+            client.admin.command("fsync")
+        time.sleep(SETTLE_S)
 
     def servers(self, mongo: str, *, broker: bool) -> dict[str, int]:
         """The processes that a competitor makes work, by role."""

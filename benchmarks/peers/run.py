@@ -87,8 +87,10 @@ def chosen(ground: Ground, given: argparse.Namespace) -> list[Competitor]:
 
 
 def measured(ground: Ground, competitor: Competitor, given: argparse.Namespace) -> dict[str, Any]:
+    ground.settle()
     with competitor.running():
         load(ground, competitor, WARM_UP)
+        ground.settle()
         row = load(ground, competitor, given.tasks)
         light_ms, wrong = light(competitor, given.light, given.light_seconds)
         row |= {"light_ms": light_ms, "wrong": row["wrong"] + wrong}
