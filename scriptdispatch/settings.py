@@ -16,6 +16,7 @@ from scriptdispatch.errors import SettingsError
 PREFIX = "SCRIPTDISPATCH_"
 FILE = "scriptdispatch.toml"
 FLAG = "flag"
+SHORTEST_RETENTION = 0.125  # days
 NOT_SETTINGS = ("SCRIPTDISPATCH_URL", "SCRIPTDISPATCH_TOKEN")
 SECRETS = ("central_token", "mq_secret", "api_tokens", "callback_secret")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -126,6 +127,14 @@ class Settings(BaseSettings):
         )
         if not value.startswith("/") or place not in value:
             raise ValueError("must start with /" + (f" and have {place} where the id belongs" if place else ""))
+        return value
+
+    @field_validator("retention_days")
+    @classmethod
+    def _retention(cls, value: float) -> float:
+        """What is remembered for an hour (fences, ended tasks) must not outlive what it is about."""
+        if 0 < value < SHORTEST_RETENTION:
+            raise ValueError(f"must be 0 (for ever) or at least {SHORTEST_RETENTION:g} (3 hours)")
         return value
 
     @model_validator(mode="after")

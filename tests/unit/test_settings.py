@@ -84,7 +84,7 @@ def test_what_belongs_to_the_client_or_to_tests_is_no_setting(monkeypatch: pytes
         ("check_interval", "0"), ("check_interval", "nan"), ("execution_timeout", "604801"), ("log_level", "loud"),
         ("store_url", "postgres://x"), ("queue_url", "amqp://x"), ("mq_url", "kafka://x"), ("central_url", "ftp://x"),
         ("api_tokens", "secret"), ("api_tokens", "sd_ops_short"), ("queue_strategy", "lifo"), ("node_name", ""),
-        ("max_log_lines", "0"), ("central_device_path", "/x"), ("central_push_path", "scripts"),
+        ("max_log_lines", "0"), ("retention_days", "0.1"), ("central_device_path", "/x"), ("central_push_path", "scripts"),
         ("central_cancel_path", "/cancel/{device_id}"),
     ],
 )  # fmt: skip
