@@ -49,7 +49,7 @@ class DeviceLocks(Protocol):
     async def release(self, held: Sequence[tuple[str, str]], *, fences: Mapping[str, int] | None = None) -> list[bool]:
         """K3. (device, execution id): deletes the lock if it has this value and opens the device's lane, in one step.
         False: it was gone or another's, which is no error; the lane is looked at all the same. `fences`: of stored rows, by
-        device; a hint for the next grant (never counted here: PROTOCOL, "What the store holds")."""
+        device; the holder's is a hint for the next grant (never counted here: PROTOCOL, "What the store holds")."""
         ...
 
     async def force(self, device_id: str, value: str) -> bool:

@@ -169,16 +169,17 @@ class Reconciler:
     # --- R3, R4, T1
 
     async def settle_recent(self, term: int | None = None) -> int:
-        """R3: rows closed a moment ago whose task or lock may not have followed. Each is looked at once, though it is seen
-        in several rounds: but for those that were never stamped, whose task may still be started by a late W4."""
+        """R3: rows closed a moment ago whose task or lock may not have followed. One that has is not looked at again in
+        later rounds; one that was never stamped is, for its task may still be started by a late W4."""
         now = self._backends.clock.now()
         until, after, settled = now - SETTLE_GRACE, (now - timedelta(seconds=120), ""), 0
         seen: set[str] = set()
         while page := await self._backends.store.closed_executions(after, until, PAGE):
             rows = await self._backends.store.executions([id for _, id in page if id not in self._followed])
             there = [row for row in rows if row is not None]
-            settled += await self._settle_unsettled(there, term)
-            again = {row.id for row in there if row.sending_at is None}
+            behind = await self._settle_unsettled(there, term)
+            settled += len(behind)
+            again = {row.id for row in there if row.sending_at is None} | {row.id for row in behind}
             seen.update(id for _, id in page if id not in again)
             after = page[-1]
             if len(page) < PAGE:
@@ -199,7 +200,8 @@ class Reconciler:
                 break
         return settled
 
-    async def _settle_unsettled(self, rows: Sequence[Execution], term: int | None) -> int:
+    async def _settle_unsettled(self, rows: Sequence[Execution], term: int | None) -> list[Execution]:
+        """Answers those that were behind."""
         tasks = await self._backends.store.tasks([row.task_id for row in rows])
         behind = [
             row
@@ -207,7 +209,7 @@ class Reconciler:
             if task is not None and task.execution_id == row.id and task.status in UNDER_WAY
         ]
         await self._closing.settle(behind, term=term)
-        return len(behind)
+        return behind
 
     async def hand_back_unsent(self, term: int | None = None) -> int:
         """R4: rows open and unstamped for a minute, whoever owns them. A live worker loses W5 and sends nothing."""

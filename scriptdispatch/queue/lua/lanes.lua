@@ -142,10 +142,6 @@ local function last_fence(device, now)
   return fence and now - tonumber(at_ms) < FENCE_HOLDS and tonumber(fence) or 0
 end
 
-local function remember_fence(device, fence, now)
-  if fence >= last_fence(device, now) then call('HSET', FENCES, device, string.format('%.0f %.0f', fence, now)) end
-end
-
 local function is_ours(value)
   return string.find(value, UUID7) ~= nil and not string.find(value, '%u')
 end

@@ -11,8 +11,9 @@ for n, row in ipairs(args[2]) do
     call('HDEL', LOCKS, device)
     call('ZREM', LOCK_NAMES, device)
     call('ZREM', LOCK_ENDS, device)
+    -- Only of the holder, which has the device's highest: the release of an old execution may be repeated at any time.
+    if row[3] > 0 then call('HSET', FENCES, device, string.format('%.0f %.0f', row[3], now)) end
   end
-  if row[3] > 0 then remember_fence(device, row[3], now) end
   look_at(device)
 end
 settle(now)
