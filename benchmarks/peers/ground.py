@@ -42,8 +42,8 @@ class Ground:
     def __enter__(self) -> "Ground":
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         try:
-            for name, options in (("redis", {}), ("mongo", {}), ("pulsar", {"full_speed": True})):
-                self._know(name, self._stack.enter_context(private(name, self.folder / name, **options)))
+            for name in ("redis", "mongo", "pulsar"):
+                self._know(name, self._stack.enter_context(private(name, self.folder / name)))
             self.mongo = self._client(self.urls["mongo"])
             self.peers_mongo = self.mongo
             if not self._same_mongod:

@@ -22,6 +22,8 @@ class _Message:
 
 
 class MemoryStream:
+    most = 500
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._messages: dict[int, _Message] = {}  # by number, which only rises, so in order

@@ -19,6 +19,9 @@ class Delivery(Struct, frozen=True, kw_only=True):
 
 
 class Stream(Protocol):
+    most: int
+    """Messages that are best taken at once: the price of a round trip, or of a transaction that others wait for."""
+
     async def open(self) -> None: ...
 
     async def close(self) -> None: ...

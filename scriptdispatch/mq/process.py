@@ -12,7 +12,6 @@ from scriptdispatch.mq.closer import Closer
 from scriptdispatch.mq.port import Delivery
 from scriptdispatch.settings import Settings
 
-BATCH = 500
 IDLE_WAIT_S = 5.0  # the safety net; a new message rings the bell
 log = logs.get("consumer")
 
@@ -58,17 +57,18 @@ class Consumer:
             os._exit(1)
 
     async def _consume(self) -> None:
+        most = self._stream.most
         while not self._stopping.is_set():
             await crashpoints.reach("consumer.before_receive")
             try:
-                batch = await self._stream.receive(BATCH, IDLE_WAIT_S)
-                self._lag = await self._stream.lag() if len(batch) in (0, BATCH) else len(batch)
+                batch = await self._stream.receive(most, IDLE_WAIT_S)
+                self._lag = await self._stream.lag() if len(batch) in (0, most) else len(batch)
             except Unavailable as error:
                 await self._pause(error, 1.0)
                 continue
             if batch:
                 await self._close_out(batch)
-                self._lag = 0 if len(batch) < BATCH else self._lag
+                self._lag = 0 if len(batch) < most else self._lag
 
     async def _close_out(self, batch: list[Delivery]) -> None:
         """Until it is done: unacknowledged, it would only come again."""

@@ -23,6 +23,9 @@ from scriptdispatch.mq.pulsar_publisher import Publisher
 from scriptdispatch.mq.pulsar_version import broker_version
 
 T = TypeVar("T")
+MOST = 2_000  # messages of one batch: with 500 of them each task costs a tenth more CPU, most of it mongod's
+HEAVY = 16_000_000  # bytes of one batch, or a little more
+PIECE = 20
 THREADS = 6  # at most: a receive, a publish, a dead letter, a ping, acknowledgements
 PING_S = 1.5
 CLOSE_S = 5.0
@@ -32,6 +35,8 @@ log = logs.get("pulsar")
 class PulsarStream:
     """`consumer`: may this process receive? The consumer itself is made by the first `receive`, so that a process which only
     publishes never holds messages. `publish` raises ValueError for a message larger than the broker takes."""
+
+    most = MOST
 
     def __init__(self, url: str, topic: str, clock: Clock, *, consumer: bool = True) -> None:
         self._url, self._clock, self._may_receive = url, clock, consumer
@@ -101,7 +106,7 @@ class PulsarStream:
         try:
             if not self._spare:
                 await self._fetch(limit, wait_s)
-            return self._hand.take(self._from_spare(limit), self._clock.uptime())
+            return self._take(limit)
         finally:
             self._turn.release()
 
@@ -121,8 +126,16 @@ class PulsarStream:
             self._consumer = batch.consumer
         self._spare.extend(batch.messages)
 
-    def _from_spare(self, limit: int) -> list[Received]:
-        return [self._spare.popleft() for _ in range(min(limit, len(self._spare)))]
+    def _take(self, limit: int) -> list[Delivery]:
+        """From the spare ones, until there are enough of them or they are heavy enough."""
+        taken: list[Delivery] = []
+        room = HEAVY
+        while self._spare and len(taken) < limit and room > 0:
+            part = [self._spare.popleft() for _ in range(min(limit - len(taken), len(self._spare), PIECE))]
+            new = self._hand.take(part, self._clock.uptime())
+            room -= sum(len(delivery.body) for delivery in new)
+            taken += new
+        return taken
 
     def _forget(self) -> None:
         self._hand.drop()

@@ -40,6 +40,8 @@ _LAG = """
 
 
 class SqliteStream:
+    most = 500  # one transaction, in which nobody else can write
+
     def __init__(self, database: Database, bell: Bell, clock: Clock) -> None:
         self._database, self._bell, self._clock = database, bell, clock
         self._owner = ""

@@ -6,6 +6,8 @@ from tests.contract.pulsar_library import need_pulsar
 
 need_pulsar()
 
+from scriptdispatch.clock import SystemClock  # noqa: E402
+from scriptdispatch.mq.pulsar import HEAVY, PIECE, PulsarStream  # noqa: E402
 from scriptdispatch.mq.pulsar_hand import LEASE_S, Hand  # noqa: E402
 from scriptdispatch.mq.pulsar_log import BURST, WINDOW_S, Pace, _cut  # noqa: E402
 
@@ -13,14 +15,14 @@ from scriptdispatch.mq.pulsar_log import BURST, WINDOW_S, Pace, _cut  # noqa: E4
 class Message:
     """As the library gives it. Two of them with one number are two copies of one message."""
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self, number: int, body: bytes = b"") -> None:
+        self._number, self._body = number, body
 
     def message_id(self) -> Any:
         return f"(7,3,-1,{self._number})"
 
     def data(self) -> bytes:
-        return str(self._number).encode()
+        return self._body or str(self._number).encode()
 
     def partition_key(self) -> str:
         return ""
@@ -82,3 +84,14 @@ def test_the_librarys_lines_lose_what_ours_have_already() -> None:
     line = "2026-01-01 12:00:00.000 ERROR [14] ClientConnection:485 | [<none> -> x] Failed to connect\n"
     assert _cut(line) == "[<none> -> x] Failed to connect"
     assert _cut("something else\n") == "something else"
+
+
+async def test_a_batch_ends_where_it_is_heavy_enough_and_the_rest_is_the_next() -> None:
+    stream = PulsarStream("pulsar://localhost:1", "t", SystemClock())
+    stream._spare.extend(Message(n, b"x" * 1_000_000) for n in range(50))
+    first = stream._take(2_000)
+    assert HEAVY <= sum(len(delivery.body) for delivery in first) < HEAVY + PIECE * 1_000_000
+    rest = stream._take(2_000) + stream._take(2_000)
+    assert [delivery.id for delivery in first + rest] == [f"7:3:-1:{n}" for n in range(50)]
+    stream._spare.extend(Message(n) for n in range(50, 90))
+    assert [len(stream._take(30)) for _ in range(3)] == [30, 10, 0]
