@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 _plan: dict[str, tuple[str, int, str]] = {}
@@ -45,6 +46,10 @@ def reach_now(place: str, subject: str = "") -> None:
             time.sleep(int(action[6:]) / 1000)
         else:
             _act(action)
+
+
+def subjects(ids: Iterable[str]) -> str:
+    return " ".join(dict.fromkeys(ids)) if ENABLED else ""
 
 
 def planned(place: str) -> bool:

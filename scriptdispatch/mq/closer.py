@@ -82,53 +82,47 @@ class Closer:
     # --- C1, C2
 
     async def _store_and_close(self, usable: Sequence[Read], now: datetime) -> tuple[list[tuple[Delivery, Unusable]], Rows]:
-        """Lines and outcomes at the same time: they do not depend on each other, and nothing is acknowledged yet. Answers
-        what could not be stored, and the rows that this call closed, as they are now."""
-        bad, closed, _ = await asyncio.gather(
-            self._store_lines(usable, now), self._close_rows(usable, now), self._commit(self._progress(usable, now))
-        )
-        return bad, closed
-
-    async def _close_rows(self, usable: Sequence[Read], now: datetime) -> Rows:
+        """Answers what could not be stored, and the rows that this call closed, as they are now."""
         closings = self._closings(usable, now)
-        outcomes = await self._commit([change for _, change in closings])
+        (bad, outcomes), _ = await asyncio.gather(
+            self._append_and_close(usable, [change for _, change in closings], now),
+            self._commit(self._progress(usable, now)),
+        )
         pairs = zip(closings, outcomes, strict=True)
-        return {row.id: msgspec.structs.replace(row, **change.set) for (row, change), outcome in pairs if outcome.won}
+        return bad, {row.id: msgspec.structs.replace(row, **change.set) for (row, change), outcome in pairs if outcome.won}
 
     async def _commit(self, changes: Sequence[Change]) -> list[Applied]:
         return await self._backends.store.commit(changes) if changes else []
 
-    async def _store_lines(self, usable: Sequence[Read], now: datetime) -> list[tuple[Delivery, Unusable]]:
-        """C1. If the store cannot take one line (a bug of ours, a limit of its), only that one is quarantined."""
-        limit = self._settings.max_log_line_bytes
-        pairs = [(read, line_of(read.message, read.row, now, limit)) for read in usable]
+    async def _append_and_close(
+        self, usable: Sequence[Read], closing: Sequence[ChangeExecution], now: datetime
+    ) -> tuple[list[tuple[Delivery, Unusable]], list[Applied]]:
+        """If the store cannot take one line (a bug of ours, a limit of its), only that one is quarantined."""
+        pairs = [(read, line_of(read.message, read.row, now, self._settings.max_log_line_bytes)) for read in usable]
         lines = [(read, line) for read, line in pairs if line is not None]
-        if not lines:
-            return []
+        there = {read.row.id: read.row.log_lines for read, _ in lines}
+        limit = self._settings.max_log_lines
         try:
-            await self._append([line for _, line in lines], {read.row.id: read.row.log_lines for read, _ in lines})
+            outcomes = await self._backends.store.append_and_close(
+                [line for _, line in lines], closing, max_per_execution=limit, there=there
+            )
         except Unavailable:
             raise
         except Exception as error:
             log.warning("a line could not be stored; one by one now", error=repr(error))
-            return await self._one_by_one(lines)
-        await crashpoints.reach("closer.after_C1", _subject(usable))
-        return []
+            return await self._one_by_one(lines), await self._commit(closing)
+        return [], outcomes
 
     async def _one_by_one(self, lines: Sequence[tuple[Read, LogLine]]) -> list[tuple[Delivery, Unusable]]:
         bad = []
         for read, line in lines:
             try:
-                await self._append([line])
+                await self._backends.store.append_logs([line], max_per_execution=self._settings.max_log_lines)
             except Unavailable:
                 raise
             except Exception as error:
                 bad.append((read.delivery, Unusable("not_storable", repr(error))))
         return bad
-
-    async def _append(self, lines: list[LogLine], there: dict[str, int] | None = None) -> None:
-        limit = self._settings.max_log_lines
-        await self._backends.store.append_logs(lines, max_per_execution=limit, there=there)
 
     def _closings(self, usable: Sequence[Read], now: datetime) -> list[tuple[Execution, ChangeExecution]]:
         """C2: the first terminal message of each open row closes it, from any phase."""
@@ -237,4 +231,4 @@ def _step(message: Message) -> str | None:
 
 
 def _subject(usable: Sequence[Read]) -> str:
-    return " ".join(dict.fromkeys(read.row.task_id for read in usable)) if crashpoints.ENABLED else ""
+    return crashpoints.subjects(read.row.task_id for read in usable)

@@ -203,6 +203,17 @@ class MemoryStore:
         if line.seq is not None:
             self._seen.add((line.execution_id, line.seq))
 
+    async def append_and_close(
+        self,
+        lines: Sequence[LogLine],
+        closing: Sequence[ChangeExecution],
+        *,
+        max_per_execution: int,
+        there: Mapping[str, int] | None = None,
+    ) -> list[Applied]:
+        await self.append_logs(lines, max_per_execution=max_per_execution, there=there)
+        return await self.commit(closing)
+
     async def quarantine(self, items: Sequence[Quarantined]) -> None:
         for item in items:
             self._quarantine.setdefault(item.id, item)

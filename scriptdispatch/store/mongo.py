@@ -17,7 +17,7 @@ from pymongo import AsyncMongoClient
 from pymongo.errors import DuplicateKeyError
 from pymongo.read_concern import ReadConcern
 
-from scriptdispatch import logs
+from scriptdispatch import crashpoints, logs
 from scriptdispatch.clock import Clock
 from scriptdispatch.domain.changes import Applied, Change, ChangeExecution, ChangeTask, InsertExecution, InsertTask
 from scriptdispatch.domain.model import (
@@ -148,7 +148,37 @@ class MongoStore:
         if not lines:
             return 0
         with foreign_errors(writing=True):
-            return await log_lines.append(self._db, lines, max_per_execution, self._clock.now(), there)
+            stored = await log_lines.append(self._db, lines, max_per_execution, self._clock.now(), there)
+            await log_lines.count(self._db, stored)
+        return stored.new.total()
+
+    async def append_and_close(
+        self,
+        lines: Sequence[LogLine],
+        closing: Sequence[ChangeExecution],
+        *,
+        max_per_execution: int,
+        there: Mapping[str, int] | None = None,
+    ) -> list[Applied]:
+        """A row that is closed is counted in the same write, once its lines are there; the others, and those that somebody
+        else has closed, in one of their own."""
+        if not lines:
+            return await self.commit(closing)
+        with foreign_errors(writing=True):
+            stored = await log_lines.append(self._db, lines, max_per_execution, self._clock.now(), there)
+            await crashpoints.reach("closer.after_C1", crashpoints.subjects(line.task_id for line in lines))
+            outcomes = await self._close(closing, stored)
+            counted = {change.execution_id for change, outcome in zip(closing, outcomes, strict=True) if outcome.won}
+            await log_lines.count(self._db, stored.without(counted))
+        return outcomes
+
+    async def _close(self, closing: Sequence[ChangeExecution], stored: log_lines.Stored) -> list[Applied]:
+        if not closing:
+            return []
+        job = Job(len(closing))
+        self._lanes[ChangeExecution].submit(job, list(enumerate(map(stored.counted, closing))))
+        await job.done
+        return [outcome for outcome in job.outcomes if outcome is not None]
 
     async def quarantine(self, items: Sequence[Quarantined]) -> None:
         if items:

@@ -24,6 +24,7 @@ from scriptdispatch.domain.model import (
     Quarantined,
     Retry,
     Script,
+    StoredLine,
     Task,
     Token,
 )
@@ -153,7 +154,6 @@ TASK: Final = Documents(Task, lean=("secret_params", "labels", "retry"))
 SCRIPT: Final = Documents(Script)
 EXECUTION: Final = Documents(Execution, lean=("retryable", "log_lines", "log_dropped"))
 HISTORY: Final = Documents(History, lean=("retry_count",))
-LOG: Final = Documents(LogLine, lean=("late", "truncated"))
 QUARANTINE: Final = Documents(Quarantined)
 REMEMBERED: Final = Documents(Remembered)
 TOKEN: Final = Documents(Token)
@@ -171,8 +171,62 @@ def task_document(insert: InsertTask) -> Document:
     return document
 
 
-def log_document(line: LogLine, cursor: int, at: datetime) -> Document:
-    return {"_id": cursor, "stored_at": at, **LOG.to_document(line)}
+LINES_OF_BLOCK: Final = 100  # at most
+
+
+def blocks(lines: Sequence[LogLine]) -> list[list[LogLine]]:
+    """Each is of one execution, all its lines have numbers or none has. Each task's lines keep their order."""
+    by_task: dict[str, list[list[LogLine]]] = {}
+    for line in lines:
+        runs = by_task.setdefault(line.task_id, [])
+        if not runs or runs[-1][0].execution_id != line.execution_id or (runs[-1][0].seq is None) != (line.seq is None):
+            runs.append([])
+        runs[-1].append(line)
+    return [part for runs in by_task.values() for run in runs for part in in_parts(run, _size, LINES_OF_BLOCK)]
+
+
+def _size(line: LogLine) -> int:
+    return len(line.content)
+
+
+_FLAGS: Final = ("late", "truncated")  # the places of the lines that are
+
+
+def block_document(block: Sequence[LogLine], cursor: int, at: datetime) -> Document:
+    first = block[0]
+    document: Document = {
+        "_id": cursor,
+        "n": len(block),
+        "stored_at": at,
+        "task_id": first.task_id,
+        "execution_id": first.execution_id,
+        "times": [line.time for line in block],
+        "streams": [line.stream for line in block],
+        "contents": [line.content for line in block],
+    }
+    if first.seq is not None:
+        document["seqs"] = [line.seq for line in block]
+    for flag in _FLAGS:
+        if places := [i for i, line in enumerate(block) if getattr(line, flag)]:
+            document[flag] = places
+    return document
+
+
+def block_lines(document: Document) -> list[StoredLine]:
+    task_id, execution_id, cursor = document["task_id"], document["execution_id"], document["_id"]
+    seqs = document.get("seqs") or [None] * document["n"]
+    late, truncated = (frozenset(document.get(flag, ())) for flag in _FLAGS)
+    lines = zip(seqs, document["times"], document["streams"], document["contents"], strict=True)
+    return [
+        StoredLine(
+            cursor=cursor + i,
+            line=LogLine(
+                task_id=task_id, execution_id=execution_id, seq=seq, time=time, stream=stream, content=content,
+                late=i in late, truncated=i in truncated,
+            ),
+        )
+        for i, (seq, time, stream, content) in enumerate(lines)
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------ compare-and-set
@@ -191,6 +245,14 @@ class Cas(msgspec.Struct, frozen=True):
     values: Document
     history: Document | None
     mark: str
+    add: Mapping[str, int] = {}  # to the numbers of these fields
+
+
+class CountedClose(ChangeExecution, frozen=True, kw_only=True):
+    """K1 together with the count of the lines that came with it: the row is written once."""
+
+    lines: int
+    dropped: int
 
 
 def task_cas(change: ChangeTask) -> Cas:
@@ -202,7 +264,8 @@ def task_cas(change: ChangeTask) -> Cas:
 def execution_cas(change: ChangeExecution) -> Cas:
     values = EXECUTION.values(change.set)
     mark = "op_close" if values.get("active") is False else "op_stamp" if "sending_at" in values else "op"
-    return Cas(change.execution_id, EXECUTION.expectation(change.expect), values, None, mark)
+    add = {"log_lines": change.lines, "log_dropped": change.dropped} if isinstance(change, CountedClose) else {}
+    return Cas(change.execution_id, EXECUTION.expectation(change.expect), values, None, mark, add)
 
 
 SAME_EXECUTION: Final = True  # in a stored history row: the execution that was started last
@@ -273,7 +336,7 @@ def _alike(group: Sequence[Cas]) -> list[list[Cas]] | None:
     parts: list[list[Cas]] = []
     for change in group:
         for part in reversed(parts):
-            if change.values == part[0].values and change.history == part[0].history:
+            if change.values == part[0].values and change.history == part[0].history and change.add == part[0].add:
                 part.append(change)
                 break
         else:
@@ -305,7 +368,8 @@ def _shape(change: Cas) -> Any:
     """An execution id belongs to one task, so two lists of ids compare as exactly as pairs would (PROTOCOL, "In batches").
     Everything else that is expected has to be the same for all."""
     expect = tuple((key, _frozen(value)) for key, value in change.expect.items() if not _is_pair(key, value))
-    return (change.mark, expect, _is_pair("execution_id", change.expect.get("execution_id")), tuple(change.values))
+    paired = _is_pair("execution_id", change.expect.get("execution_id"))
+    return (change.mark, expect, paired, tuple(change.values), tuple(change.add))
 
 
 def _is_pair(key: str, value: Any) -> bool:
@@ -335,6 +399,8 @@ def _same(group: Sequence[Cas], token: ObjectId) -> Statement:
     """All get the same values."""
     values, history = _marked(group[0], token)
     update: Document = {"$set": values} if values else {}
+    if group[0].add:
+        update["$inc"] = dict(group[0].add)
     if history is not None:
         update["$push"] = {"history": {"$each": [history], "$slice": -HISTORY_KEPT}}
     return Statement(_match(group, token), update, [change.id for change in group])
@@ -353,6 +419,8 @@ def _by_document(group: Sequence[Cas], token: ObjectId) -> Statement:
         return {"$arrayElemAt": [{"$literal": list(choices)}, place]}
 
     stage = {field: own([values[field] for values, _ in marked]) for field in marked[0][0]}
+    for field in group[0].add:
+        stage[field] = {"$add": [{"$ifNull": [f"${field}", 0]}, own([change.add[field] for change in group])]}
     if group[0].history is not None:
         longer: Document = {"$concatArrays": [{"$ifNull": ["$history", []]}, [own([history for _, history in marked])]]}
         stage["history"] = {"$slice": [longer, -HISTORY_KEPT]}

@@ -21,6 +21,7 @@ META: Final = "meta"
 
 UP, DOWN = ASCENDING, DESCENDING
 BY_ID: Final = "_id_"
+ONCE: Final = "once"  # each log line
 # Of partial indexes. Any text is ≥ "": written so, and not as a `$type`, the planner sees that a query for given texts finds
 # them all there (and walks it by steps, see `mongo_numbers.highest`). A query for a span of dates must say DATE itself.
 TEXT: Final[dict[str, Any]] = {"$gte": ""}
@@ -66,7 +67,7 @@ INDEXES: Final[Mapping[str, Sequence[IndexModel]]] = {
         _index("closed", [("finished_at", UP), ("_id", UP)], {"finished_at": DATE}),
     ),
     LOGS: (
-        _index("once", [("execution_id", UP), ("seq", UP)], {"seq": {"$type": "number"}}, unique=True),
+        _index(ONCE, [("execution_id", UP), ("seqs", UP)], {"seqs": {"$exists": True}}, unique=True),
         _index("by_task", [("task_id", UP), ("_id", UP)]),
     ),
     REMEMBERED: (_index("age", [("begun_at", UP)]),),

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from scriptdispatch.domain.changes import Applied, Change
+from scriptdispatch.domain.changes import Applied, Change, ChangeExecution
 from scriptdispatch.domain.model import (
     Execution,
     History,
@@ -105,6 +105,19 @@ class Store(Protocol):
         """Stores lines in the order given; one whose (execution, seq) is there already is skipped. Beyond the limit they
         are counted in the execution's `log_dropped`, not stored. Answers how many were stored. `there` says how many lines
         each execution had when its caller read it just now: a store may use it instead of reading."""
+        ...
+
+    async def append_and_close(
+        self,
+        lines: Sequence[LogLine],
+        closing: Sequence[ChangeExecution],
+        *,
+        max_per_execution: int,
+        there: Mapping[str, int] | None = None,
+    ) -> list[Applied]:
+        """C1 and C2 of one batch: as `append_logs`, then `commit` of the changes that close rows, in as few writes as the
+        store can. Answers what became of the changes. If it raises, any part of it may have been done, or none; all of it
+        may be repeated."""
         ...
 
     async def quarantine(self, items: Sequence[Quarantined]) -> None:

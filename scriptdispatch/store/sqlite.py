@@ -3,14 +3,16 @@
 What is written is in `sqlite_writes`, what is asked in `sqlite_reads`, the tables are in `sqlite_schema`.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, TypeVar
 
 import msgspec
 
+from scriptdispatch import crashpoints
 from scriptdispatch.clock import Clock
-from scriptdispatch.domain.changes import Applied, Change
+from scriptdispatch.domain.changes import Applied, Change, ChangeExecution
 from scriptdispatch.domain.model import Execution, History, LogLine, Quarantined, Script, Status, StoredLine, Task, Token
 from scriptdispatch.sqlite import Connection, Database, version
 from scriptdispatch.store import sqlite_reads as reads
@@ -88,6 +90,23 @@ class SqliteStore:
         now = to_ms(self._clock.now())
         rows = [[now, *LOG.row(line)] for line in lines]
         return await self._database.write(lambda db: writes.append_lines(db, lines, rows, max_per_execution))
+
+    async def append_and_close(
+        self,
+        lines: Sequence[LogLine],
+        closing: Sequence[ChangeExecution],
+        *,
+        max_per_execution: int,
+        there: Mapping[str, int] | None = None,
+    ) -> list[Applied]:
+        async def append() -> None:
+            if not lines:
+                return
+            await self.append_logs(lines, max_per_execution=max_per_execution, there=there)
+            await crashpoints.reach("closer.after_C1", crashpoints.subjects(line.task_id for line in lines))
+
+        outcomes, _ = await asyncio.gather(self.commit(closing), append())  # asked for together they share a transaction
+        return outcomes
 
     async def quarantine(self, items: Sequence[Quarantined]) -> None:
         rows = [QUARANTINE.row(item) for item in items]

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from scriptdispatch.domain import lifecycle
 from scriptdispatch.domain.changes import ChangeTask, InsertExecution, InsertTask
 from scriptdispatch.domain.model import Execution, Task
+from scriptdispatch.store import mongo_logs as log_lines
 from scriptdispatch.store.mongo import MongoStore
 from scriptdispatch.store.port import LogQuery
 from tests.contract.mongo_rig import Proxy, emptied, mongo_database, proxied  # noqa: F401  (a fixture)
@@ -219,3 +220,34 @@ async def test_lines_whose_answer_was_lost_are_stored_once_and_counted_once(
     stored = await beside.logs(LogQuery(task_id=row.task_id))
     assert [line.line.content for line in stored] == list("0123456")
     assert await get_row(beside, row.id) == replace(row, log_lines=7)
+
+
+async def test_a_batch_that_died_before_its_lines_were_counted_is_counted_when_it_comes_again(
+    store: MongoStore, beside: MongoStore, way: Proxy
+) -> None:
+    """Split otherwise than the first time, as a broker may deliver it."""
+    row, other = await insert_row(beside, await insert_task(beside)), await insert_row(beside, await insert_task(beside))
+    lines = [make_line(row, n, str(n)) for n in range(6)]
+    assert await store.append_logs(lines[:2], max_per_execution=100) == 2
+    await log_lines.append(store._db, [*lines[2:5], make_line(other, 1)], 100, NOW, None)  # and the process is gone
+    assert (await get_row(beside, row.id)).log_lines == 2
+    closing = [lifecycle.close(r, "success", NOW, closed_by="central", reason="ok") for r in (row, other)]
+    outcomes = await store.append_and_close([*lines[4:], make_line(other, 1)], closing, max_per_execution=100)
+    assert [outcome.won for outcome in outcomes] == [True, True]
+    assert [(await get_row(beside, r.id)).log_lines for r in (row, other)] == [6, 1]
+    stored = await beside.logs(LogQuery(task_id=row.task_id))
+    assert [line.line.content for line in stored] == list("012345")
+
+
+async def test_a_close_that_counts_and_whose_answer_was_lost_is_counted_once(
+    store: MongoStore, beside: MongoStore, way: Proxy
+) -> None:
+    rows = [await insert_row(beside, await insert_task(beside)) for _ in range(6)]
+    lines = [make_line(row, n) for i, row in enumerate(rows) for n in range(i)]
+    closing = [lifecycle.close(row, "success", NOW, closed_by="central", reason="ok", result=row.id) for row in rows]
+    way.lose_answer(ROW_WRITE)
+    outcomes = await store.append_and_close(lines, closing, max_per_execution=100)
+    assert way.fired == 1
+    assert [outcome.won for outcome in outcomes] == [True] * 6
+    stored = [await get_row(beside, row.id) for row in rows]
+    assert [(row.log_lines, row.result) for row in stored] == [(i, row.id) for i, row in enumerate(rows)]

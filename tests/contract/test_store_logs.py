@@ -90,6 +90,38 @@ async def test_beyond_the_limit_lines_are_counted_not_stored(store: Store) -> No
     assert await store.log_totals(task.id) == (6, 3)
 
 
+async def test_lines_are_stored_and_rows_closed_in_one_call(store: Store) -> None:
+    rows = [await insert_row(store, await insert_task(store)) for _ in range(5)]
+    lost, goes_on = rows[3], rows[4]
+    await store.commit([lifecycle.close(lost, "canceled", NOW, closed_by="me", reason="mine")])
+    lines = [make_line(row, n, str(n)) for n in range(3) for row in rows]
+    closing = [lifecycle.close(row, "success", NOW, closed_by="central", reason="ok", result=row.id) for row in rows[:4]]
+    outcomes = await store.append_and_close([*lines, make_line(rows[0], 9)], closing, max_per_execution=PLENTY)
+    assert [outcome.won for outcome in outcomes] == [True, True, True, False]
+    stored = [await get_row(store, row.id) for row in rows]
+    assert [row.log_lines for row in stored] == [4, 3, 3, 3, 3]
+    assert [row.outcome for row in stored] == ["success"] * 3 + ["canceled", None]
+    assert [row.result for row in stored[:3]] == [row.id for row in rows[:3]]
+    for row in rows:
+        assert (await contents(store, row.task_id))[:3] == ["0", "1", "2"]
+    again = await store.append_and_close(lines, closing, max_per_execution=PLENTY)  # the batch was not acknowledged
+    assert [outcome.won for outcome in again] == [False] * 4
+    assert [(await get_row(store, row.id)).log_lines for row in rows] == [4, 3, 3, 3, 3]
+    last = lifecycle.close(goes_on, "success", NOW, closed_by="central", reason="ok")
+    assert [o.won for o in await store.append_and_close([], [last], max_per_execution=PLENTY)] == [True]
+    assert await store.append_and_close([make_line(goes_on, 7)], [], max_per_execution=PLENTY) == []
+    assert (await get_row(store, goes_on.id)).log_lines == 4
+
+
+async def test_the_limit_holds_in_the_batch_that_closes(store: Store) -> None:
+    row = await insert_row(store, await insert_task(store))
+    closing = [lifecycle.close(row, "success", NOW, closed_by="central", reason="ok")]
+    lines = [make_line(row, n, str(n)) for n in range(9)]
+    assert [o.won for o in await store.append_and_close(lines, closing, max_per_execution=4, there={row.id: 0})] == [True]
+    assert await contents(store, row.task_id) == ["0", "1", "2", "3"]
+    assert await store.log_totals(row.task_id) == (4, 5)
+
+
 async def test_counting_lines_leaves_the_rest_of_the_row_alone(store: Store) -> None:
     row = await insert_row(store, await insert_task(store))
     await store.commit([lifecycle.close(row, "success", NOW, closed_by="closer", reason="ok")])
@@ -115,6 +147,40 @@ async def test_a_log_is_read_forwards_backwards_and_from_its_end(store: Store) -
     assert await contents(store, task.id, before=cursors[7], tail=2) == ["5", "6"]
     assert await contents(store, task.id, before=cursors[5], after=cursors[1], limit=2) == ["2", "3"]
     assert await contents(store, "unknown") == []
+
+
+async def test_a_long_log_is_paged_from_any_line_in_either_direction(store: Store) -> None:
+    task = await insert_task(store, device_id=None)
+    row, other = await insert_row(store, task), await insert_row(store, task)
+    for start in (0, 250):  # each batch is more than a store keeps together
+        batch = [make_line(row, n, str(n), stream="stderr" if n % 7 == 0 else "stdout") for n in range(start, start + 250)]
+        batch.insert(130, make_line(other, start, "other"))
+        await store.append_logs(batch, max_per_execution=PLENTY)
+    stored = await store.logs(LogQuery(task_id=task.id, limit=1000))
+    said = [one.line.content for one in stored]
+    assert len(said) == 502
+    assert [line for line in said if line != "other"] == [str(n) for n in range(500)]
+    for page in (1, 37, 100, 333):
+        there: list[str] = []
+        after = 0
+        while found := await store.logs(LogQuery(task_id=task.id, after=after, limit=page)):
+            after = found[-1].cursor
+            there += [one.line.content for one in found]
+        assert there == said
+        back: list[str] = []
+        before = stored[-1].cursor + 1
+        while found := await store.logs(LogQuery(task_id=task.id, before=before, limit=page)):
+            back = [one.line.content for one in found] + back
+            before = found[0].cursor
+        assert back == said
+    assert await contents(store, task.id, tail=123) == said[-123:]
+    errors = [str(n) for n in range(0, 500, 7)]
+    assert await contents(store, task.id, stream="stderr", limit=1000) == errors
+    assert (
+        await contents(store, task.id, stream="stderr", after=stored[100].cursor, limit=5)
+        == [one.line.content for one in stored[101:] if one.line.stream == "stderr"][:5]
+    )
+    assert await contents(store, task.id, contains="99", tail=3) == ["299", "399", "499"]
 
 
 async def test_a_log_is_narrowed_by_execution_stream_and_text(store: Store) -> None:

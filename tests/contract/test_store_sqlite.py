@@ -96,6 +96,7 @@ async def call_everything(store: SqliteStore) -> set[str]:
     await via("commit")([lifecycle.stamp(row, "w", NOW, 1)], term=1)
     await via("commit")([lifecycle.request_cancel(task, "me", "", NOW)])
     await via("append_logs")([make_line(row, n) for n in range(3)], max_per_execution=2)
+    await via("append_and_close")([make_line(row, n) for n in range(2, 9)], [], max_per_execution=5)
     await via("quarantine")([Quarantined(id="q", at=NOW, reason="r", detail="d", body=b"")])
     await via("unquarantine")("q")
     await via("remember")("me", "k", Remembered(seed="s", request_hash="h", begun_at=NOW))

@@ -15,21 +15,22 @@ from bson import ObjectId
 
 from scriptdispatch.domain import lifecycle
 from scriptdispatch.domain.changes import ChangeExecution, ChangeTask, InsertTask
-from scriptdispatch.domain.model import Error, Execution, History, LogLine, Retry, Task
+from scriptdispatch.domain.model import Error, Execution, History, LogLine, Retry, StoredLine, Task
 from scriptdispatch.errors import SettingsError, StoreUnavailable
 from scriptdispatch.store import mongo_errors
 from scriptdispatch.store.mongo_documents import (
     EXECUTION,
     HEAVY,
     HISTORY,
-    LOG,
     PER_STATEMENT,
     TASK,
+    block_document,
+    block_lines,
+    blocks,
     execution_cas,
     history_document,
     history_rows,
     label_text,
-    log_document,
     statements,
     task_cas,
     task_document,
@@ -99,12 +100,43 @@ def test_a_new_task_has_its_first_history_row_in_the_same_document() -> None:
     assert document["tail"] == "abcdefgh"
 
 
-def test_a_log_line_stores_only_what_is_not_usual() -> None:
-    line = LogLine(task_id="t", execution_id="e", seq=3, time=NOW, stream="stdout", content="x")
-    document = log_document(line, 7, NOW)
-    assert document.keys() == {"_id", "stored_at", "task_id", "execution_id", "seq", "time", "stream", "content"}
-    del document["_id"]
-    assert LOG.from_document(document) == line
+def line(task: str, execution: str, seq: int | None, content: str = "x", **more: Any) -> LogLine:
+    return LogLine(task_id=task, execution_id=execution, seq=seq, time=NOW, stream="stdout", content=content, **more)
+
+
+def test_a_block_says_once_what_its_lines_share_and_only_what_is_not_usual() -> None:
+    lines = [line("t", "e", 3), line("t", "e", 9, late=True)]
+    document = block_document(lines, 7, NOW)
+    assert document == {
+        "_id": 7, "n": 2, "stored_at": NOW, "task_id": "t", "execution_id": "e", "seqs": [3, 9], "times": [NOW, NOW],
+        "streams": ["stdout", "stdout"], "contents": ["x", "x"], "late": [1],
+    }  # fmt: skip
+    assert block_lines(document) == [StoredLine(cursor=7, line=lines[0]), StoredLine(cursor=8, line=lines[1])]
+
+
+def test_a_block_without_numbers_has_no_list_of_them() -> None:
+    lines = [line("t", "e", None), line("t", "e", None)]
+    document = block_document(lines, 1, NOW)
+    assert "seqs" not in document
+    assert [stored.line for stored in block_lines(document)] == lines
+
+
+def test_lines_are_put_into_blocks_by_task_in_their_order() -> None:
+    lines = [
+        line("t", "a", 1),
+        line("u", "c", 1),
+        line("t", "a", 2),
+        line("t", "b", 1),
+        line("t", "a", None),
+        line("t", "a", 3),
+    ]
+    made = [[(one.execution_id, one.seq) for one in block] for block in blocks(lines)]
+    assert made == [[("a", 1), ("a", 2)], [("b", 1)], [("a", None)], [("a", 3)], [("c", 1)]]
+
+
+def test_a_block_is_neither_long_nor_heavy() -> None:
+    assert [len(block) for block in blocks([line("t", "e", n) for n in range(250)])] == [100, 100, 50]
+    assert [len(block) for block in blocks([line("t", "e", n, "x" * 900_000) for n in range(5)])] == [2, 2, 1]
 
 
 def test_an_expectation_of_nothing_matches_what_is_absent() -> None:
