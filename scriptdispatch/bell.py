@@ -65,20 +65,22 @@ class Bell:
                 self._listed_ns = changed_ns if time.time_ns() - changed_ns > SETTLED_NS else NEVER
         except FileNotFoundError:
             return []
+        except OSError:
+            return self._names  # no handle left to look with: those that were there last
         return self._names
 
     def _send(self, name: str, payload: bytes) -> bool:
-        if self._out is None:
-            self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._out.setblocking(False)
         try:
+            if self._out is None:
+                self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                self._out.setblocking(False)
             self._out.sendto(payload, self._address(name))
         except ConnectionRefusedError:
             (self._folder / name).unlink(missing_ok=True)  # its process is gone
         except FileNotFoundError:
             return True  # ended just now
         except OSError:
-            return False  # its buffer is full: it has rings to hear already
+            return False  # its buffer is full: it has rings to hear already; or we have no handle left to ring with
         return True
 
     def _address(self, name: str) -> str:

@@ -163,14 +163,24 @@ class Cluster:
         """Ends everything that this test started, by pid."""
         self.client.close()
         self.lab_client.close()
-        pids = [child for process in self.processes for child in process.children()]
         for process in self.processes:
             process.kill()
-        for child in pids:
+        for left in self._left():
             try:
-                child.kill()
+                left.kill()
             except psutil.NoSuchProcess:
                 continue
+
+    def _left(self) -> list[psutil.Process]:
+        """Children, also those whose master is gone: one that was stopped cannot notice that and end by itself."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.cwd() == str(self.folder.resolve()):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
 
     def fired(self, place: str) -> bool:
         return (self.crash_folder / f"fired.{place}").exists()

@@ -135,6 +135,8 @@ def test_f10_a_node_that_died_before_its_second_heartbeat_had_named_its_workers(
     first, _ = sorted(shared.executions(task["id"]), key=lambda row: row["attempt"])
     assert (first["status"], first["push"], first["error"]["message"]) == ("failed", "not_sent", "node node-a died")
     assert outcome(shared, task["id"]) == ("success", 0, 1)
+    nodes = shared.client.get("/nodes").json()["items"]
+    assert [row["status"] for row in nodes].count("alive") == 1  # its lease would hold for a minute
     verify(shared, [task["id"]])
 
 

@@ -292,13 +292,19 @@ def test_b1_a_lock_service_that_lost_its_memory_is_rebuilt_before_it_grants_anyt
 
 
 def test_f07_canceling_a_hundred_tasks_while_they_go_out_gives_each_one_clear_end(shared: Cluster, verify: Verify) -> None:
-    ids = [*shared.create_many([shared.body(f"dev-{n + 61:03d}", retry=again(3)) for n in range(100)])]
+    """Half of them right after their own create, half after a batch's, when some are out already."""
 
-    def cancel(task_id: str) -> int:
-        return shared.client.post(f"/tasks/{task_id}/cancel", json={"reason": "changed my mind"}).status_code
+    def cancel(task_id: str) -> tuple[str, int]:
+        return task_id, shared.client.post(f"/tasks/{task_id}/cancel", json={"reason": "changed my mind"}).status_code
+
+    def create_and_cancel(n: int) -> tuple[str, int]:
+        return cancel(shared.create(f"dev-{n + 61:03d}", retry=again(3))["id"])
 
     with ThreadPoolExecutor(8) as pool:
-        answers = dict(zip(ids, pool.map(cancel, ids), strict=True))
+        answers = dict(pool.map(create_and_cancel, range(50)))
+        batch = shared.create_many([shared.body(f"dev-{n + 61:03d}", retry=again(3)) for n in range(50, 100)])
+        answers |= dict(pool.map(cancel, batch))
+    ids = [*answers]
     shared.wait_all(ids, timeout=30)
     shared.until(lambda: sql(shared, "SELECT count(*) FROM mq_message") == [(0,)], 10, "the logs to be consumed")
     for task_id, answer in answers.items():

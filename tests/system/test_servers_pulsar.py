@@ -37,7 +37,7 @@ def test_f45_a_broker_killed_in_the_middle_of_batches_under_load_loses_and_doubl
             assert node.children("consumer")
             broker.start()
             healed = time.monotonic()
-            all_succeeded(cluster, ids, 120)
+            all_succeeded(cluster, ids, 60)
             assert time.monotonic() - healed < BACK_S
             assert set(accepted(cluster, ids).values()) == {1}
             assert list(pages(cluster.client, "/quarantine", limit=500)) == []

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -117,3 +118,19 @@ async def test_a_folder_with_a_very_long_path_works_too(tmp_path: Path) -> None:
     stop()
     bell.close()
     ringer.close()
+
+
+async def test_a_process_without_a_handle_left_rings_nobody_and_goes_on(tmp_path: Path) -> None:
+    heard_all: list[bytes] = []
+    stop = Bell(tmp_path / "db").listen("queue", heard_all.append)
+    bell = Bell(tmp_path / "db")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert not bell.has_listeners("queue")
+        bell.ring("queue", b"lost")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert bell.ring("queue", b"back")
+    assert await heard(heard_all, 1) == [b"back"]
+    stop()
