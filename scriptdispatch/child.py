@@ -5,13 +5,12 @@ dead, it takes nothing new, ends what it has in hand within ORPHAN_GRACE_S and g
 """
 
 import asyncio
-import gc
 import signal
 import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from scriptdispatch import crashpoints, logs, wire
+from scriptdispatch import crashpoints, logs, processes, wire
 from scriptdispatch.clock import LoopClock
 from scriptdispatch.errors import WireError
 from scriptdispatch.settings import Settings
@@ -45,14 +44,12 @@ class Context:
 
 def run(sock: socket.socket, settings: Settings, kind: str, id: str, node_id: str, make: Callable[[Context], Role]) -> None:
     """Runs in another process: from its first line to its exit."""
-    import setproctitle
     import uvloop
 
-    setproctitle.setproctitle(f"scriptdispatch: {kind} {id[-8:]}")
+    processes.begin(f"{kind} {id[-8:]}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the master decides when we go
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logs.configure(settings.log_level, settings.log_format, process=kind, id=id[-8:])
-    gc.set_threshold(20_000, 20, 50)  # much is made and dropped, little of it in cycles: 4 to 8 % of the CPU otherwise
     crashpoints.reach_now("child.start", kind)
     uvloop.run(_main(sock, settings, kind, id, node_id, make))
 

@@ -4,6 +4,8 @@ Tasks are created in batches by the API; the stub plays central control and send
 """
 
 import contextlib
+import http.client
+import json
 import shutil
 import tempfile
 import time
@@ -12,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 from ground import Ground, wait_for
 
 from scriptdispatch.ids import new_id
@@ -93,13 +94,17 @@ class Product:
             raise RuntimeError(f"a batch was not taken: {answer.text[:500]}")
 
     def trickle(self, tasks: int, per_second: float) -> None:
-        with httpx.Client(base_url=self._cluster.url + API) as client:
+        """By a bare connection: what a client's library costs is not the product's."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._cluster.web_port, timeout=30)) as client:
             start = time.perf_counter()
             for n in range(tasks):
                 time.sleep(max(0.0, start + n / per_second - time.perf_counter()))
-                body = self._body(params={"sent": f"#T={time.time():.6f};"})
-                if client.post("/tasks", json=body).status_code != 201:
-                    raise RuntimeError("a create was not taken")
+                body = json.dumps(self._body(params={"sent": f"#T={time.time():.6f};"})).encode()
+                client.request("POST", f"{API}/tasks", body, {"Content-Type": "application/json"})
+                answer = client.getresponse()
+                if answer.status != 201:
+                    raise RuntimeError(f"a create was not taken: {answer.read(500)!r}")
+                answer.read()
 
     def _body(self, **more: Any) -> dict[str, Any]:
         self._made += 1

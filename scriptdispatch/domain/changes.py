@@ -51,3 +51,4 @@ class Applied(Struct, frozen=True, kw_only=True):
     holder: str | None = None  # InsertTask: id with the same dedupe_key; InsertExecution: the device's open execution
     attempt: int | None = None  # InsertExecution
     fencing_token: int | None = None  # InsertExecution
+    reign: bytes | None = None  # InsertTask: of the store's primary that has it, if the store has such

@@ -68,7 +68,7 @@ class Script(Struct, frozen=True, kw_only=True):
     created_at: datetime
 
 
-class Task(Struct, frozen=True, kw_only=True):
+class Task(Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     name: str
     type: str = "script"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
 from typing import Any
 
-from scriptdispatch import __version__, crashpoints, ids, logs, wire
+from scriptdispatch import __version__, crashpoints, ids, logs, processes, wire
 from scriptdispatch.domain.lifecycle import POISON_LIMIT
 from scriptdispatch.domain.model import Breaker, NodeRecord
 from scriptdispatch.errors import Unavailable
@@ -38,10 +38,9 @@ log = logs.get("master")
 
 def run_node(settings: Settings, *, ready: Callable[[], None] | None = None, lifeline_fd: int | None = None) -> int:
     """Runs a node until it is told to stop. Answers the exit code. `lifeline_fd`: when its other end closes, stop."""
-    import setproctitle
     import uvloop
 
-    setproctitle.setproctitle(f"scriptdispatch: master {settings.node_name}")
+    processes.begin(f"master {settings.node_name}")
     logs.configure(settings.log_level, settings.log_format, process="master")
     return uvloop.run(_run(settings, ready, lifeline_fd))
 
@@ -390,6 +389,7 @@ class Node:
                 await self._duties.bury(node)
                 await self._backends.queue.renew(node.id, 0)
                 await self._backends.leases.resign(node.id)
+                await self._backends.leases.beat(node, 0)  # nobody takes it for alive until its lease would have ended
         await self._backends.queue.reclaim()
 
     # ------------------------------------------------------------------------------------------------------------ the end

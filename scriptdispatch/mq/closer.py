@@ -16,7 +16,7 @@ from scriptdispatch import crashpoints, logs
 from scriptdispatch.domain import lifecycle
 from scriptdispatch.domain.changes import Applied, Change, ChangeExecution
 from scriptdispatch.domain.model import Execution, LogLine, Message, Outcome
-from scriptdispatch.errors import Unavailable
+from scriptdispatch.errors import StoreUnavailable, Unavailable
 from scriptdispatch.metrics import Metrics
 from scriptdispatch.mq.messages import TERMINAL, Unusable, check, error_of, line_of, parse, quarantined
 from scriptdispatch.mq.port import Delivery
@@ -170,6 +170,15 @@ class Closer:
         if await self._note_late(terminal, rows):
             rows |= await self._rows(list(rows))
         await self._closing.settle(list(rows.values()), just_closed=closed)
+        if wanted:
+            await self._stay_closed(wanted)
+
+    async def _stay_closed(self, ids: Sequence[str]) -> None:
+        """That others have closed these rows was read, perhaps before it was durable. If a failure of the store has taken it
+        back, their results are to come again: acknowledged, they would be lost."""
+        await self._backends.store.confirm([], [])
+        if any(row.active for row in (await self._rows(ids)).values()):
+            raise StoreUnavailable("a failure of the store has reopened an execution; its result comes again")
 
     async def _rows(self, ids: Sequence[str]) -> Rows:
         if not ids:

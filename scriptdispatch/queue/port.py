@@ -17,11 +17,14 @@ from msgspec import Struct
 
 
 class Item(Struct, frozen=True, kw_only=True):
+    """`told`: what its pusher knows of the task, for whoever takes it first. A queue may forget it."""
+
     task_id: str
     device_id: str | None
     lane_key: str
     due_at: datetime
     type: str = "script"
+    told: str | None = None
 
 
 class Leased(Struct, frozen=True, kw_only=True):
@@ -33,6 +36,7 @@ class Leased(Struct, frozen=True, kw_only=True):
     type: str
     lease: str  # names this hand-out; a finish or give-back under an older lease does nothing
     crashes: int = 0
+    told: str | None = None
 
 
 class Place(Struct, frozen=True, kw_only=True):

@@ -170,17 +170,18 @@ class RedisQueue:
             self._deaf = self._channels.listen(bell, lambda _: self._sleepers.wake(), lambda _: self._sleepers.wake())
 
 
-def _row(item: Item) -> tuple[str, str, str, int, str]:
-    return item.task_id, item.device_id or "", item.lane_key, ms(item.due_at), item.type
+def _row(item: Item) -> tuple[str, str, str, int, str, str]:
+    return item.task_id, item.device_id or "", item.lane_key, ms(item.due_at), item.type, item.told or ""
 
 
 def _hand(leased: Sequence[Leased]) -> list[tuple[str, str, str]]:
     return [(item.task_id, item.device_id or "", item.lease) for item in leased]
 
 
-def _leased(lease: str, task_id: str, device_id: str, key: str, kind: str, crashes: int) -> Leased:
+def _leased(lease: str, task_id: str, device_id: str, key: str, kind: str, crashes: int, told: str) -> Leased:
     return Leased(
-        task_id=task_id, device_id=device_id or None, lane_key=key, type=kind, lease=lease, crashes=crashes
+        task_id=task_id, device_id=device_id or None, lane_key=key, type=kind, lease=lease, crashes=crashes,
+        told=told or None,
     )  # fmt: skip
 
 

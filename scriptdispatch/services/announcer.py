@@ -9,6 +9,7 @@ from scriptdispatch import logs
 from scriptdispatch.errors import QueueUnavailable
 from scriptdispatch.queue.port import Event, Events
 
+SOON_S: Final = 0.002  # the work goes on first, and under load more is said at once
 MAX_UNSAID: Final = 10_000
 RESET: Final[Event] = {"event": "reset"}  # whoever listens has to read anew
 log = logs.get("announcer")
@@ -31,6 +32,7 @@ class Announcer:
             self._speaking = asyncio.get_running_loop().create_task(self._speak())
 
     async def _speak(self) -> None:
+        await asyncio.sleep(SOON_S)
         while self._unsaid:
             batch, self._unsaid = self._unsaid, []
             try:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from scriptdispatch import crashpoints, logs
 from scriptdispatch.central.client import CentralControl
 from scriptdispatch.domain import lifecycle
-from scriptdispatch.domain.changes import Applied
+from scriptdispatch.domain.changes import Applied, InsertTask
 from scriptdispatch.domain.lanes import QueueStrategy, lane_key
 from scriptdispatch.domain.model import WAITING, Priority, Retry, Script, Task
 from scriptdispatch.domain.render import MissingParam, render
@@ -26,6 +26,8 @@ from scriptdispatch.ids import new_id
 from scriptdispatch.services.bodies import TaskBody, task_body
 from scriptdispatch.services.closing import changed, item_of
 from scriptdispatch.services.fields import invalid
+from scriptdispatch.services.hearsay import tell
+from scriptdispatch.services.scripts import Scripts
 from scriptdispatch.services.syntax import SyntaxChecker, Verdict
 from scriptdispatch.settings import Settings
 from scriptdispatch.wiring import Backends
@@ -46,8 +48,8 @@ class Draft(Struct, kw_only=True):
 
 
 class Creator:
-    def __init__(self, settings: Settings, backends: Backends, central: CentralControl) -> None:
-        self._settings, self._backends, self._central = settings, backends, central
+    def __init__(self, settings: Settings, backends: Backends, central: CentralControl, scripts: Scripts) -> None:
+        self._settings, self._backends, self._central, self._scripts = settings, backends, central, scripts
         self._syntax = SyntaxChecker()
         self._lane_key = key_maker(settings.queue_strategy)
 
@@ -66,13 +68,22 @@ class Creator:
         ids = ids if ids is not None else [new_id() for _ in bodies]
         answers: dict[int, Task | Refused] = {}
         if repeat:
-            stored = await self._backends.store.tasks(ids)
+            await self._backends.store.confirm([], [])  # what it had stored when it died may not have been durable
+            stored = await self._backends.store.tasks(ids, settled=True)
             answers = {index: task for index, task in enumerate(stored) if task is not None}
         drafts = await self._checked({i: body for i, body in enumerate(bodies) if i not in answers}, answers)
         now = self._backends.clock.now()
         tasks = {index: self._task(ids[index], draft, actor, now) for index, draft in drafts.items()}
-        await self._store(tasks, drafts, answers)
-        await self._queue(answers, set(tasks) | ({*answers} if repeat else set()), now)
+        inserts = [lifecycle.create(task, drafts[index].script) for index, task in tasks.items()]
+        # A key is nobody else's only once it is durable. The others are pushed before they are: what workers make of a task
+        # is durable only if the task is.
+        soon = all(task.dedupe_key is None for task in tasks.values())
+        outcomes = await self._store(tasks, inserts, answers, soon)
+        new = self._new(answers, set(tasks) | ({*answers} if repeat else set()))
+        await self._queue(new, answers, now)
+        if soon:
+            await self._backends.store.confirm(inserts, outcomes)
+        await self._announce([cast(Task, answers[index]) for index in sorted(new)])
         return [answers[index] for index in range(len(bodies))]
 
     async def check(self, body: Any) -> dict[str, Any]:
@@ -213,30 +224,34 @@ class Creator:
         return due_at <= now + timedelta(seconds=2 * self._settings.load_interval)
 
     async def _store(
-        self, tasks: Mapping[int, Task], drafts: Mapping[int, Draft], answers: dict[int, Task | Refused]
-    ) -> None:
+        self, tasks: Mapping[int, Task], inserts: Sequence[InsertTask], answers: dict[int, Task | Refused], soon: bool
+    ) -> list[Applied]:
         if not tasks:
-            return
-        changes = [lifecycle.create(task, drafts[index].script) for index, task in tasks.items()]
-        outcomes = await self._backends.store.commit(changes)
-        for (index, task), outcome in zip(tasks.items(), outcomes, strict=True):
+            return []
+        outcomes = await self._backends.store.commit(inserts, soon=soon)
+        for (index, task), insert, outcome in zip(tasks.items(), inserts, outcomes, strict=True):
             answers[index] = task if outcome.won else _duplicate(task, outcome)
+            if outcome.won and insert.script is not None:
+                self._scripts.keep(insert.script)
         # Dying from here on loses nothing: the loader finds what is stored and not queued (R5).
         if crashpoints.ENABLED:
             for task in tasks.values():
                 await crashpoints.reach("web.after_insert", task.id)
+        return outcomes
 
-    async def _queue(self, answers: dict[int, Task | Refused], indexes: set[int], now: datetime) -> None:
-        new = {i: t for i in indexes if isinstance(t := answers[i], Task) and t.status == WAITING and t.attempt == 0}
+    def _new(self, answers: Mapping[int, Task | Refused], indexes: set[int]) -> dict[int, Task]:
+        return {i: t for i in indexes if isinstance(t := answers[i], Task) and t.status == WAITING and t.attempt == 0}
+
+    async def _queue(self, new: Mapping[int, Task], answers: dict[int, Task | Refused], now: datetime) -> None:
         due = {i: t for i, t in new.items() if t.next_run_at is not None and self._goes_now(t.next_run_at, now)}
-        if due:
-            try:
-                await self._backends.queue.push([item_of(task) for task in due.values()])
-            except QueueUnavailable as error:
-                log.warning("the queue does not answer; the loader will bring these tasks", event_name="create.unqueued",
-                             tasks=len(due), error=str(error))  # fmt: skip
-                await self._unqueued(due, answers)
-        await self._announce([cast(Task, answers[index]) for index in sorted(new)])
+        if not due:
+            return
+        try:
+            await self._backends.queue.push([msgspec.structs.replace(item_of(t), told=tell(t)) for t in due.values()])
+        except QueueUnavailable as error:
+            log.warning("the queue does not answer; the loader will bring these tasks", event_name="create.unqueued",
+                         tasks=len(due), error=str(error))  # fmt: skip
+            await self._unqueued(due, answers)
 
     async def _announce(self, tasks: Sequence[Task]) -> None:
         """Best effort: whoever misses it looks at the store by itself."""

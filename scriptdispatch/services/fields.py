@@ -28,9 +28,17 @@ def parse_time(text: str) -> datetime:
 
 def format_time(at: datetime | None) -> str | None:
     """RFC 3339 in UTC with milliseconds and Z."""
+    global _last
     if at is None:
         return None
-    return at.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+    last, text = _last
+    if at is not last:  # a task that is new, and a batch, have one moment in many places
+        text = at.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+        _last = (at, text)
+    return text
+
+
+_last: tuple[datetime | None, str] = (None, "")
 
 
 # What pydantic finds, by its name for it, in our words. What is not here is told in its own.

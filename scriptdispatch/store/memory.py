@@ -101,7 +101,7 @@ class MemoryStore:
 
     # --- writes
 
-    async def commit(self, changes: Sequence[Change], *, term: int | None = None) -> list[Applied]:
+    async def commit(self, changes: Sequence[Change], *, term: int | None = None, soon: bool = False) -> list[Applied]:
         if term is not None:
             if self._term is not None and self._term > term:
                 raise StaleTerm(f"term {term} is over: term {self._term} has written already")
@@ -173,6 +173,9 @@ class MemoryStore:
         rows = self._history.setdefault(task_id, [])
         rows.append(history)
         del rows[:-HISTORY_KEPT]
+
+    async def confirm(self, inserts: Sequence[InsertTask], outcomes: Sequence[Applied]) -> None:
+        """They are durable already."""
 
     async def append_logs(
         self, lines: Sequence[LogLine], *, max_per_execution: int, there: Mapping[str, int] | None = None

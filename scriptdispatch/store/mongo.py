@@ -74,6 +74,8 @@ class MongoStore:
         self._db: writes.Database
         self._counts: StatusCounts
         self._lanes: dict[type[Change], Lane[Any]] = {}
+        self._soon_lanes: dict[type[Change], Lane[Any]] = {}  # for what may be durable a little later
+        self._confirmations: Gathered[bytes | None]
         self._task_reads = Gathered(partial(self._fetch, documents.TASK, schema.TASKS, TASK_FIELDS))
         settled = partial(self._fetch, documents.TASK, schema.TASKS, TASK_FIELDS, concern=ReadConcern("majority"))
         self._settled_reads = Gathered(settled)
@@ -101,6 +103,11 @@ class MongoStore:
         for warning in await self.warnings():
             log.warning(warning, event_name="store.warning")
         self._counts = StatusCounts(self._db)
+        self._soon_lanes = {}
+        self._confirmations = Gathered(self._reign)
+        if await self._has_reigns():
+            inserts = writes.TaskInserts(self._db, soon=True)
+            self._soon_lanes = {InsertTask: Lane(inserts.flush, attrgetter("task.id"))}
         self._lanes = {
             ChangeTask: Lane(partial(writes.change_tasks, self._db), attrgetter("task_id")),
             ChangeExecution: Lane(partial(writes.change_executions, self._db), attrgetter("execution_id")),
@@ -112,7 +119,7 @@ class MongoStore:
         """What was submitted is settled first."""
         if self._client is None:
             return
-        for lane in self._lanes.values():
+        for lane in (*self._lanes.values(), *self._soon_lanes.values()):
             await lane.drain()
         await self._client.close()
 
@@ -121,6 +128,14 @@ class MongoStore:
             build, hello = await self._db.command("buildInfo"), await self._db.command("hello")
         return f"MongoDB {build['version']}, {_kind(hello)}, database {self._db.name}"
 
+    async def _reign(self, _: Sequence[str]) -> dict[str, bytes | None]:
+        return {"reign": await writes.reign(self._db)}
+
+    async def _has_reigns(self) -> bool:
+        """A replica set that we talk to ourselves. Behind a router each shard has an oplog and a primary of its own."""
+        with foreign_errors():
+            return "setName" in await self._db.command("hello")
+
     async def warnings(self) -> list[str]:
         with foreign_errors():
             alone = _kind(await self._db.command("hello")) == ALONE
@@ -128,7 +143,7 @@ class MongoStore:
 
     # --- writes
 
-    async def commit(self, changes: Sequence[Change], *, term: int | None = None) -> list[Applied]:
+    async def commit(self, changes: Sequence[Change], *, term: int | None = None, soon: bool = False) -> list[Applied]:
         if term is not None:
             await writes.check_term(self._db, term)
         if not changes:
@@ -137,10 +152,23 @@ class MongoStore:
         parts: dict[type[Change], list[tuple[int, Any]]] = {}
         for place, change in enumerate(changes):
             parts.setdefault(type(change), []).append((place, change))
+        lanes = self._lanes | self._soon_lanes if soon else self._lanes
         for kind, part in parts.items():
-            self._lanes[kind].submit(job, part)
+            lanes[kind].submit(job, part)
         await job.done
         return [outcome for outcome in job.outcomes if outcome is not None]
+
+    async def confirm(self, inserts: Sequence[InsertTask], outcomes: Sequence[Applied]) -> None:
+        """By a write that finds nothing to do; those who want it at the same time share it. If another primary answers, what
+        that one does not have is inserted anew."""
+        if not self._soon_lanes:
+            return
+        try:
+            [now] = await self._confirmations.get(["reign"])
+            if any(outcome.won and (now is None or outcome.reign != now) for outcome in outcomes):
+                await self.commit(inserts)
+        except StoreUnavailable as error:
+            raise StoreUnavailable(str(error), outcome_unknown=True) from error
 
     async def append_logs(
         self, lines: Sequence[LogLine], *, max_per_execution: int, there: Mapping[str, int] | None = None

@@ -190,7 +190,7 @@ async def _store(database: Database, lines: Sequence[LogLine], cursor: int, now:
         for block in made:
             documents.append(block_document(block, cursor, now))
             cursor += len(block)
-        refused = await insist(partial(insert_new, database[LOGS], documents))
+        refused = (await insist(partial(insert_new, database[LOGS], documents))).refused
         ours = await _ours(database, [documents[i] for i, fields in refused.items() if fields == ("_id",)])
         clashing: list[LogLine] = []
         todo = []

@@ -40,7 +40,8 @@ class ExecutionInserts:
         guess = True
         for _ in range(ROUNDS):
             numbered = await self._number(todo, hints if guess else {}, guess)
-            refused = await insert_new(self._rows, [EXECUTION.to_document(row) for row in numbered.values()])
+            documents = [EXECUTION.to_document(row) for row in numbered.values()]
+            refused = (await insert_new(self._rows, documents)).refused
             places = list(todo)
             outcomes |= {place: _won(numbered[place]) for i, place in enumerate(places) if i not in refused}
             if not refused:

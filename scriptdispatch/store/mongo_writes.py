@@ -14,7 +14,7 @@ it has seen, so what is read back is durable.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from itertools import chain, repeat
 from typing import Any, Final, TypeVar
 
 from bson import ObjectId
@@ -23,7 +23,7 @@ from pymongo.errors import DuplicateKeyError
 
 from scriptdispatch.domain.changes import Applied, ChangeExecution, ChangeTask, InsertTask
 from scriptdispatch.errors import StaleTerm, StoreUnavailable
-from scriptdispatch.store.mongo_commands import Collection, insert_new, update
+from scriptdispatch.store.mongo_commands import DURABLE, SOON, Collection, Concern, insert_new, update
 from scriptdispatch.store.mongo_documents import (
     SCRIPT,
     Cas,
@@ -84,7 +84,7 @@ async def _compare_and_set(collection: Collection, changes: Sequence[Cas], token
     operations = [_operation(statement) for statement in prepared]
 
     async def attempt() -> list[Applied]:
-        if await update(collection, operations) == len(changes):
+        if (await update(collection, operations)).modified == len(changes):
             return [WON] * len(changes)
         # Some lost; or won by an earlier attempt, whose answer we did not hear.
         winners = await _winners(collection, changes, token)
@@ -114,17 +114,20 @@ async def _winners(collection: Collection, changes: Sequence[Cas], token: Object
 
 
 class TaskInserts:
-    """Remembers which scripts are stored: they never change and are never removed, so each is sent once by a process."""
+    """Remembers which scripts are stored: they never change and are never removed, so each is sent once by a process, and is
+    durable before any task of it. `soon`: the tasks themselves may be durable a little later (`port.Store.commit`)."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, *, soon: bool = False) -> None:
         self._tasks: Collection = database[TASKS]
         self._scripts: Collection = database[SCRIPTS]
         self._known: dict[str, None] = {}
+        self._concern = SOON if soon else DURABLE
 
     async def flush(self, inserts: Sequence[InsertTask], token: ObjectId) -> list[Applied]:
-        return await insist(partial(self._insert, inserts))
+        concerns = chain((self._concern,), repeat(DURABLE))  # what is sent again waits
+        return await insist(lambda: self._insert(inserts, next(concerns)))
 
-    async def _insert(self, inserts: Sequence[InsertTask]) -> list[Applied]:
+    async def _insert(self, inserts: Sequence[InsertTask], concern: Concern) -> list[Applied]:
         """Scripts before their tasks: a task whose script is missing could never be sent."""
         outcomes: dict[int, Applied] = {}
         todo = dict(enumerate(inserts))
@@ -135,9 +138,10 @@ class TaskInserts:
                 return [outcomes[place] for place in range(len(inserts))]
             await self._store_scripts(list(todo.values()))
             places = list(todo)
-            refused = await insert_new(self._tasks, [task_document(insert) for insert in todo.values()])
+            done = await insert_new(self._tasks, [task_document(insert) for insert in todo.values()], concern)
+            won = Applied(won=True, reign=done.reign)
             # The same id again is won: an earlier call whose answer was lost. A key that is taken: who has it?
-            outcomes |= {places[i]: WON for i in range(len(places)) if refused.get(i, ("_id",)) == ("_id",)}
+            outcomes |= {places[i]: won for i in range(len(places)) if done.refused.get(i, ("_id",)) == ("_id",)}
         raise StoreUnavailable("dedupe keys changed hands all the time")
 
     async def _taken_keys(self, todo: dict[int, InsertTask]) -> dict[int, Applied]:
@@ -161,6 +165,13 @@ class TaskInserts:
             self._known |= dict.fromkeys(script.id for script in part)
         while len(self._known) > KNOWN_SCRIPTS:
             del self._known[next(iter(self._known))]
+
+
+async def reign(database: Database) -> bytes | None:
+    """The one under which all that was answered so far is durable. A write that finds nothing to do waits for all that the
+    server has seen."""
+    nothing = {"q": {"_id": "nothing"}, "u": {"$set": {"value": 0}}, "multi": False, "hint": BY_ID}
+    return (await insist(lambda: update(database[META], [nothing]))).reign
 
 
 # ---------------------------------------------------------------------------------------------------------------- terms

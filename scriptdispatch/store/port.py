@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from scriptdispatch.domain.changes import Applied, Change, ChangeExecution
+from scriptdispatch.domain.changes import Applied, Change, ChangeExecution, InsertTask
 from scriptdispatch.domain.model import (
     Execution,
     History,
@@ -92,11 +92,19 @@ class Store(Protocol):
 
     # --- writes
 
-    async def commit(self, changes: Sequence[Change], *, term: int | None = None) -> list[Applied]:
+    async def commit(self, changes: Sequence[Change], *, term: int | None = None, soon: bool = False) -> list[Applied]:
         """Applies each change if its expectation holds; outcomes in the order given. Each is atomic in itself, in no
         promised order and not all-or-nothing together. A repeated InsertTask or InsertExecution with the same id is won
         again and changes nothing. With `term`, nothing is applied and `StaleTerm` is raised if a newer leader's term has
-        been seen."""
+        been seen.
+
+        `soon`: tasks that are inserted may still be taken back by a failure of the store, until `confirm` says that they are
+        durable. All other changes are durable at once, and with them every task that they found."""
+        ...
+
+    async def confirm(self, inserts: Sequence[InsertTask], outcomes: Sequence[Applied]) -> None:
+        """Of tasks that were committed `soon`: when it returns, those that were won are durable, and so is all that could be
+        read when it was called."""
         ...
 
     async def append_logs(

@@ -12,7 +12,7 @@ import msgspec
 
 from scriptdispatch import crashpoints
 from scriptdispatch.clock import Clock
-from scriptdispatch.domain.changes import Applied, Change, ChangeExecution
+from scriptdispatch.domain.changes import Applied, Change, ChangeExecution, InsertTask
 from scriptdispatch.domain.model import Execution, History, LogLine, Quarantined, Script, Status, StoredLine, Task, Token
 from scriptdispatch.sqlite import Connection, Database, version
 from scriptdispatch.store import sqlite_reads as reads
@@ -70,7 +70,7 @@ class SqliteStore:
 
     # --- writes
 
-    async def commit(self, changes: Sequence[Change], *, term: int | None = None) -> list[Applied]:
+    async def commit(self, changes: Sequence[Change], *, term: int | None = None, soon: bool = False) -> list[Applied]:
         if not changes and term is None:
             return []
         steps = [writes.prepare(change) for change in changes]
@@ -81,6 +81,9 @@ class SqliteStore:
             return [step(db) for step in steps]
 
         return await self._database.write(job)
+
+    async def confirm(self, inserts: Sequence[InsertTask], outcomes: Sequence[Applied]) -> None:
+        """They are durable already."""
 
     async def append_logs(
         self, lines: Sequence[LogLine], *, max_per_execution: int, there: Mapping[str, int] | None = None

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from scriptdispatch import __version__, logs
+from scriptdispatch import __version__, logs, processes
 from scriptdispatch.central.client import CentralControl
 from scriptdispatch.errors import ScriptdispatchError
 from scriptdispatch.services.actions import Actions
 from scriptdispatch.services.create import Creator
 from scriptdispatch.services.idempotency import Idempotency
 from scriptdispatch.services.reconcile import Reconciler
+from scriptdispatch.services.scripts import Scripts
 from scriptdispatch.services.stats import StatsDesk
 from scriptdispatch.services.tokens import TokenBook
 from scriptdispatch.settings import Settings, check_bind
@@ -57,12 +58,14 @@ def create_app(settings: Settings, backends: Backends, central: CentralControl) 
 
 
 def make_parts(settings: Settings, backends: Backends, central: CentralControl) -> Parts:
+    scripts = Scripts(backends.store)
     book = TokenBook(backends.store, backends.clock, settings.api_tokens)
     return Parts(
         settings=settings,
         backends=backends,
         central=central,
-        creator=Creator(settings, backends, central),
+        scripts=scripts,
+        creator=Creator(settings, backends, central, scripts),
         idempotency=Idempotency(backends.store, backends.clock),
         actions=Actions(backends, settings, central.cancel),
         reconciler=Reconciler(backends, settings),
@@ -77,10 +80,9 @@ def run_web(settings: Settings, *, ready: Callable[[str], None] | None = None, l
     """The whole life of the process: its exit code. `ready` is told the address once it answers. When the other end of
     `lifeline_fd` closes, whoever started us is gone, and we end as on TERM. Our errors are for the caller to say."""
     logs.configure(settings.log_level, settings.log_format, role="web")
-    import setproctitle
     import uvloop
 
-    setproctitle.setproctitle("scriptdispatch: web")
+    processes.begin("web")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, ready, lifeline_fd))
 

@@ -11,6 +11,7 @@ from scriptdispatch.services.actions import Actions
 from scriptdispatch.services.create import Creator
 from scriptdispatch.services.idempotency import Idempotency
 from scriptdispatch.services.reconcile import Reconciler
+from scriptdispatch.services.scripts import Scripts
 from scriptdispatch.services.stats import StatsDesk
 from scriptdispatch.services.tokens import Principal, TokenBook
 from scriptdispatch.settings import Settings
@@ -24,6 +25,7 @@ class Parts:
     settings: Settings
     backends: Backends
     central: CentralControl
+    scripts: Scripts
     creator: Creator
     idempotency: Idempotency
     actions: Actions

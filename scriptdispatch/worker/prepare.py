@@ -1,16 +1,13 @@
 """Everything about an execution that can be made ready before anything is written: text, hash, request body."""
 
 import hashlib
-from collections import OrderedDict
 
 from msgspec import Struct
 
 from scriptdispatch.central.client import PushRequest
-from scriptdispatch.domain.model import Error, Execution, Script, Task
+from scriptdispatch.domain.model import Error, Execution, Task
 from scriptdispatch.domain.render import MissingParam, render
-from scriptdispatch.store.port import Store
-
-SCRIPTS_KEPT = 256
+from scriptdispatch.services.scripts import Scripts
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
@@ -23,14 +20,11 @@ class Prepared(Struct, frozen=True, kw_only=True):
 
 
 class Preparer:
-    """Keeps the scripts used last: a fleet runs the same few."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._kept: OrderedDict[str, Script] = OrderedDict()
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
 
     async def prepare(self, task: Task) -> Prepared:
-        script = await self._script(task.script_id)
+        script = await self._scripts.get(task.script_id) if task.script_id is not None else None
         if script is None:
             return _refused("INTERNAL_ERROR", f"its script {task.script_id} is not in the store")
         if hashlib.sha256(script.content.encode()).hexdigest() != script.sha256:
@@ -41,19 +35,6 @@ class Preparer:
             return _refused("DISPATCH_FAILED", str(error))
         sha256 = script.sha256 if text is script.content else hashlib.sha256(text.encode()).hexdigest()
         return Prepared(language=script.language, text=text, sha256=sha256)
-
-    async def _script(self, script_id: str | None) -> Script | None:
-        if script_id is None:
-            return None
-        if script_id in self._kept:
-            self._kept.move_to_end(script_id)
-            return self._kept[script_id]
-        [script] = await self._store.scripts([script_id])
-        if script is not None:
-            self._kept[script_id] = script
-            if len(self._kept) > SCRIPTS_KEPT:
-                self._kept.popitem(last=False)
-        return script
 
 
 def request_of(task: Task, execution: Execution, prepared: Prepared) -> PushRequest:

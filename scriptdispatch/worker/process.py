@@ -4,6 +4,8 @@ import asyncio
 import socket
 from typing import Any
 
+import msgspec
+
 from scriptdispatch import child, crashpoints, logs, wire
 from scriptdispatch.central.breaker import Breaker
 from scriptdispatch.central.client import CentralControl
@@ -98,7 +100,7 @@ class Worker:
         self._tell_breaker()
         if not self._report:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._report.append((item, verdict))
+        self._report.append((msgspec.structs.replace(item, told=None), verdict))
 
     def _flush(self) -> None:
         """W8: one notice for all that ended in this turn of the loop."""

@@ -25,7 +25,9 @@ from scriptdispatch.locks.port import Claim
 from scriptdispatch.queue.port import Leased
 from scriptdispatch.services.closing import Closing, applied, item_of
 from scriptdispatch.services.fields import format_time
+from scriptdispatch.services.hearsay import heard
 from scriptdispatch.services.reconcile import LOCK_MARGIN_S
+from scriptdispatch.services.scripts import Scripts
 from scriptdispatch.settings import Settings
 from scriptdispatch.wiring import Backends
 from scriptdispatch.worker.prepare import Prepared, Preparer, request_of
@@ -56,7 +58,7 @@ class Runner:
         self._backends, self._settings, self._central = backends, settings, central
         self._breaker, self._closing = breaker, closing
         self._worker_id, self._node_id = worker_id, node_id
-        self._preparer = Preparer(backends.store)
+        self._preparer = Preparer(Scripts(backends.store))
         self.hurry = False  # set when the process ends soon: what is not stamped is undone
 
     async def carry_out(self, item: Leased) -> Verdict:
@@ -77,13 +79,16 @@ class Runner:
 
     async def _acquire(self, item: Leased, execution_id: str) -> Verdict:
         """W2. The id is chosen before, so that a repeated call gets the same answer. The task is read beside the lock, not
-        after it: W4 compares what it says."""
+        after it, or not at all if the queue's entry is fresh and tells it: W4 compares what it says."""
+        task = heard(item.told, self._backends.clock.now())
         if item.device_id is None:
-            return await self._look(item, execution_id, await self._read(item), None)
-        reading = asyncio.create_task(self._read(item))
-        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard of, though nobody may ask
+            return await self._look(item, execution_id, task or await self._read(item), None)
+        locking = asyncio.create_task(self._backends.locks.acquire([self._claim(item, execution_id)]))  # first on its way
+        reading = asyncio.create_task(self._read(item)) if task is None else None
+        for job in filter(None, (locking, reading)):
+            job.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard of, though nobody may ask
         try:
-            [grant] = await self._backends.locks.acquire([self._claim(item, execution_id)])
+            [grant] = await locking
             await crashpoints.reach("worker.after_W2", item.task_id)
             if grant.verdict == "rebuilding":
                 return Verdict.WAIT
@@ -92,9 +97,10 @@ class Runner:
                 if ids.is_id(grant.holder.value):
                     return Verdict.GIVE_BACK  # busy at no cost; K3 of the holder opens the lane
                 return await self._foreign_lock(item, grant.holder.value)
-            return await self._look(item, execution_id, await reading, grant.fence)
+            return await self._look(item, execution_id, await reading if reading else task, grant.fence)
         finally:
-            reading.cancel()
+            if reading is not None:
+                reading.cancel()
 
     def _claim(self, item: Leased, execution_id: str, timeout_s: float | None = None) -> Claim:
         assert item.device_id is not None

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from pymongo import MongoClient
 
-from scriptdispatch.domain.changes import ChangeTask
+from scriptdispatch.domain.changes import ChangeTask, InsertTask
 from scriptdispatch.domain.model import Task
 from scriptdispatch.errors import StoreUnavailable
 from scriptdispatch.store.mongo import CALL_S, MongoStore
 from scriptdispatch.store.mongo_writes import INSIST_S
-from tests.contract.store_values import NOW, HeldClock, finish, get_task, insert_task, note, one
+from tests.contract.store_values import NOW, HeldClock, finish, get_task, insert_task, make_task, note, one
 from tests.servers import with_database
 
 
@@ -146,3 +147,67 @@ def hold_commit_point(server: Any, mode: str) -> None:
     client: MongoClient[dict[str, Any]]
     with MongoClient(server.url) as client:
         client.admin.command("configureFailPoint", "disableSnapshotting", mode=mode)
+
+
+# --- soon: applied, and durable a little later
+
+LAZY = ("--journalCommitInterval", "500")  # ms between writes of the journal that nobody waits for
+
+
+async def test_a_task_that_was_confirmed_survives_its_primary_and_one_that_was_not_is_inserted_anew(
+    start_server: Callable[..., Any],
+) -> None:
+    """The danger is real: mongod dies before its journal is written. The next primary's reign gives it away."""
+    server = await asyncio.to_thread(start_server, "mongo", options=LAZY)
+    store = MongoStore(with_database(server.url, "confirmed"), HeldClock())
+    await store.open()
+    lost = False
+    for _ in range(20):  # the journal may just be written by itself
+        insert, other = new_task(), new_task()
+        confirmed = await store.commit([insert], soon=True)
+        await store.confirm([insert], confirmed)
+        unconfirmed = await store.commit([other], soon=True)
+        assert confirmed[0].reign == unconfirmed[0].reign is not None
+        await asyncio.to_thread(kill, server)
+        assert await store.tasks([insert.task.id]) == [insert.task]
+        lost = await store.tasks([other.task.id]) == [None]
+        await store.confirm([other], unconfirmed)
+        assert await store.tasks([other.task.id], settled=True) == [other.task]
+        assert [row.reason for row in await store.history(other.task.id)] == ["created"]
+        if lost:
+            break
+    assert lost
+    await store.close()
+
+
+async def test_a_confirmation_that_gets_no_answer_says_that_the_outcome_is_unknown(start_server: Callable[..., Any]) -> None:
+    server = await asyncio.to_thread(start_server, "mongo")
+    store = MongoStore(with_database(server.url, "unconfirmed"), HeldClock())
+    await store.open()
+    insert = new_task()
+    outcomes = await store.commit([insert], soon=True)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(StoreUnavailable) as caught:
+            await store.confirm([insert], outcomes)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert caught.value.outcome_unknown
+    await store.close()
+
+
+async def test_a_single_server_makes_everything_durable_at_once(start_server: Callable[..., Any]) -> None:
+    server = await asyncio.to_thread(start_server, "mongo", alone=True, options=LAZY)
+    store = MongoStore(with_database(server.url, "alone"), HeldClock())
+    await store.open()
+    for _ in range(5):
+        insert = new_task()
+        [outcome] = await store.commit([insert], soon=True)
+        assert (outcome.won, outcome.reign) == (True, None)
+        await asyncio.to_thread(kill, server)
+        assert await store.tasks([insert.task.id]) == [insert.task]
+    await store.close()
+
+
+def new_task() -> InsertTask:
+    return InsertTask(task=make_task(), script=None, history=note("created"))

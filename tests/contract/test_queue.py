@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from scriptdispatch.ids import new_id
 from tests.contract.queue_backends import ManualClock, Rig, claim, item
@@ -35,6 +36,20 @@ async def test_a_leased_item_says_all_that_was_pushed(rig: Rig, manual: ManualCl
     (leased,) = await rig.queue.take("owner", 1, wait_s=0)
     assert (leased.task_id, leased.device_id, leased.lane_key) == (pushed.task_id, "a", pushed.lane_key)
     assert (leased.type, leased.crashes) == ("http", 0)
+
+
+async def test_what_was_told_of_a_task_is_for_who_takes_it_first(rig: Rig, manual: ManualClock) -> None:
+    """A queue may forget it, and nothing old is told again."""
+    pushed = replace(item(manual, "a"), told='{"a":"é"}')
+    await rig.queue.push([pushed])
+    (leased,) = await rig.queue.take("owner", 1, wait_s=0)
+    assert leased.told in ([pushed.told] if rig.kind == "redis" else [pushed.told, None])
+    await rig.queue.give_back([leased])
+    (again,) = await rig.queue.take("owner", 1, wait_s=0)
+    assert again.told is None
+    await rig.queue.push([replace(pushed, told=None)])
+    (anew,) = await rig.queue.take("owner", 1, wait_s=0)
+    assert anew.told is None
 
 
 async def test_two_tasks_of_a_device_are_never_out_at_a_time(rig: Rig, manual: ManualClock) -> None:

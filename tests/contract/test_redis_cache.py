@@ -200,7 +200,7 @@ async def test_a_large_task_is_not_kept(rig: Rig) -> None:
 
 async def test_no_more_is_kept_in_five_minutes_than_there_is_room_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_cache, "ROOM_BYTES", 6_000)
-    tasks = [final(result="x" * 1_500) for _ in range(4)]
+    tasks = [final(result="x" * 1_800) for _ in range(4)]
     for task in tasks:
         await rig.cache.put(task)
     assert len(await rig.keys()) == 3

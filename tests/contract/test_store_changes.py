@@ -424,3 +424,29 @@ async def test_a_finished_task_keeps_its_place_in_the_counts_when_changed_again(
     task = await finish(store, await insert_task(store), NOW)
     await finish(store, task, NOW)
     assert (await store.counts())["success"] == 1
+
+
+# --- soon
+
+
+async def test_tasks_that_are_inserted_soon_are_won_and_read_like_any_other(store: Store) -> None:
+    tasks = [make_task() for _ in range(3)]
+    inserts = [InsertTask(task=task, script=make_script(), history=note("created")) for task in tasks]
+    outcomes = await store.commit(inserts, soon=True)
+    assert [outcome.won for outcome in outcomes] == [True] * 3
+    assert await store.tasks([task.id for task in tasks]) == tasks
+    await store.confirm(inserts, outcomes)
+    assert [outcome.won for outcome in await store.commit(inserts, soon=True)] == [True] * 3
+    assert await store.tasks([task.id for task in tasks]) == tasks
+    assert await store.scripts([make_script().id]) == [make_script()]
+
+
+async def test_changes_of_other_kinds_take_no_notice_of_soon(store: Store) -> None:
+    task, other = await insert_task(store), await insert_task(store)
+    row = make_row(task)
+    first, again = await store.commit([InsertExecution(execution=row), InsertExecution(execution=row)], soon=True)
+    assert (first.won, first.attempt, first.fencing_token) == (again.won, again.attempt, again.fencing_token) == (True, 1, 1)
+    busy = await one(store, InsertExecution(execution=make_row(other, device_id=task.device_id)), soon=True)
+    assert (busy.won, busy.holder) == (False, row.id)
+    change = lifecycle.start(task, await get_row(store, row.id), NOW)
+    assert [(await one(store, change, soon=True)).won for _ in range(2)] == [True, False]

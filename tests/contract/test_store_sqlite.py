@@ -10,6 +10,7 @@ import apsw
 import pytest
 
 from scriptdispatch.domain import lifecycle
+from scriptdispatch.domain.changes import InsertTask
 from scriptdispatch.domain.model import Error, Quarantined, Token
 from scriptdispatch.errors import StoreUnavailable
 from scriptdispatch.sqlite import Database
@@ -26,6 +27,8 @@ from tests.contract.store_values import (
     make_line,
     make_row,
     make_script,
+    make_task,
+    note,
     start,
 )
 from tests.contract.test_store_reads import FILTERS
@@ -95,6 +98,8 @@ async def call_everything(store: SqliteStore) -> set[str]:
     assert await via("warnings")() == []
     await via("commit")([lifecycle.stamp(row, "w", NOW, 1)], term=1)
     await via("commit")([lifecycle.request_cancel(task, "me", "", NOW)])
+    insert = InsertTask(task=make_task(), script=None, history=note("created"))
+    await via("confirm")([insert], await via("commit")([insert], soon=True))
     await via("append_logs")([make_line(row, n) for n in range(3)], max_per_execution=2)
     await via("append_and_close")([make_line(row, n) for n in range(2, 9)], [], max_per_execution=5)
     await via("quarantine")([Quarantined(id="q", at=NOW, reason="r", detail="d", body=b"")])

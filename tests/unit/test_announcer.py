@@ -14,8 +14,10 @@ class Bus:
         self.open = asyncio.Event()
         self.open.set()
         self.away = False
+        self.asked = asyncio.Event()
 
     async def publish(self, events: Sequence[Event]) -> None:
+        self.asked.set()
         await self.open.wait()
         if self.away:
             raise QueueUnavailable("the bus is away")
@@ -44,7 +46,7 @@ async def test_a_slow_bus_holds_up_nobody_and_gets_the_rest_at_once() -> None:
     bus.open.clear()
     announcer = Announcer(bus)
     announcer.say([{"n": 0}])
-    await asyncio.sleep(0)
+    await bus.asked.wait()
     for n in range(1, 100):
         announcer.say([{"n": n}])
     bus.open.set()

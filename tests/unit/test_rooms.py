@@ -34,7 +34,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "pydantic_settings": ("settings.py",),
     "prometheus_client": ("web/", "metrics.py"),
     "structlog": ("logs.py",),
-    "setproctitle": ("master/", "worker/", "mq/", "child.py", "web/", "cli/", "central/lab"),
+    "setproctitle": ("processes.py",),
 }
 # Which rooms a room must not know.
 FORBIDDEN: dict[str, tuple[str, ...]] = {

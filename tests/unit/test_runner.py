@@ -16,6 +16,7 @@ from scriptdispatch.domain.model import Task
 from scriptdispatch.master.recovery import Rescuer
 from scriptdispatch.queue.port import Leased
 from scriptdispatch.services.closing import Closing, item_of
+from scriptdispatch.services.hearsay import tell
 from scriptdispatch.settings import Settings
 from scriptdispatch.wiring import Backends, connect
 from scriptdispatch.worker.runner import Runner, Verdict
@@ -67,10 +68,10 @@ class Bench:
             self.backends.store, script=script, script_id=script.id, device_id="dev-1", next_run_at=due, **values
         )
 
-    async def leased(self, task: Task) -> Leased:
+    async def leased(self, task: Task, told: str | None = None) -> Leased:
         await self.backends.queue.push([replace(item_of(task), due_at=self.backends.clock.now())])
         [item] = await self.backends.queue.take("node-1", 1, wait_s=1)
-        return item
+        return replace(item, told=told)
 
     async def meanwhile(self, item: Leased, change: Any) -> Verdict:
         """The worker has read the task, somebody changes it, then the lock is granted."""
@@ -183,3 +184,44 @@ async def test_a_task_that_is_not_due_is_queued_for_its_time_and_its_device_is_f
     assert not await bench.locked()
     place = (await bench.backends.queue.places([task.id]))[task.id]
     assert (place.leased, place.due) == (False, False)
+
+
+# --- what a fresh queue entry tells
+
+
+async def test_a_task_that_the_entry_tells_is_not_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = bench.backends.clock.now()
+    task = await bench.task(created_at=now, updated_at=now)
+    item = await bench.leased(task, told=tell(task))
+
+    async def read(_: Any) -> Any:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(bench.backends.store, "tasks", read)
+    bench.door.set()
+    assert await bench.runner.carry_out(item) is Verdict.FINISHED
+    assert bench.desk.pushed == [task.id]
+
+
+async def test_what_an_old_entry_tells_is_not_believed(bench: Bench) -> None:
+    before = bench.backends.clock.now() - timedelta(seconds=6)
+    task = await bench.task(created_at=before, updated_at=before)
+    item = await bench.leased(task, told=tell(replace(task, script_id="another")))
+    bench.door.set()
+    assert await bench.runner.carry_out(item) is Verdict.FINISHED
+    assert bench.desk.pushed == [task.id]
+    assert (await bench.backends.store.executions_of(task.id))[0].script_id == task.script_id
+
+
+async def test_a_task_canceled_since_the_entry_told_it_is_not_pushed_and_its_device_is_free(bench: Bench) -> None:
+    now = bench.backends.clock.now()
+    task = await bench.task(created_at=now, updated_at=now)
+    item = await bench.leased(task, told=tell(task))
+    assert (await one(bench.backends.store, lifecycle.cancel_waiting(task, "a user", "not needed", now))).won
+    bench.door.set()
+    assert await bench.runner.carry_out(item) is Verdict.FINISHED
+    assert bench.desk.pushed == []
+    assert (await get_task(bench.backends.store, task.id)).status == "canceled"
+    assert not await bench.locked()
+    [row] = await bench.backends.store.executions_of(task.id)
+    assert (row.active, row.outcome) == (False, "handed_back")

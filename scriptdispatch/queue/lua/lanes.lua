@@ -5,7 +5,7 @@
 -- ARGV[1]  the script's arguments, a msgpack array
 -- Answers are msgpack, too; nil (false here) means "not done yet: call again".
 --
---   items       hash    task id → record {device or '', lane key, due ms, type, state, crashes, owner, lease}
+--   items       hash    task id → record {device or '', lane key, due ms, type, state, crashes, owner, lease, told or ''}
 --   ids         zset    all task ids, in order (every score is 0)
 --   delayed     zset    task id by due ms
 --   lane:<d>    zset    what waits in the lane of device d, in order of its keys
@@ -30,7 +30,7 @@ local args = cmsgpack.unpack(ARGV[1])
 local call, pack = redis.call, cmsgpack.pack
 local ITEMS, IDS, WAITING_LATER, LANES, HEADS, OUT = at .. 'items', at .. 'ids', at .. 'delayed', at .. 'lanes', at .. 'heads', at .. 'out'
 local LOCKS, LOCK_NAMES, LOCK_ENDS, TYPES = at .. 'locks', at .. 'lock_names', at .. 'lock_ends', at .. 'types'
-local DEVICE, KEY, DUE, TYPE, STATE, CRASHES, OWNER, LEASE = 1, 2, 3, 4, 5, 6, 7, 8
+local DEVICE, KEY, DUE, TYPE, STATE, CRASHES, OWNER, LEASE, TOLD = 1, 2, 3, 4, 5, 6, 7, 8, 9
 local DELAYED, WAITING, LEASED = 0, 1, 2
 local PROMOTE = 1000 -- delayed items that one script makes waiting: some 10 ms
 local FENCES, FENCE_HOLDS = at .. 'fences', 3600000 -- ms: far less than any clean-up waits before it removes lower fences

@@ -1,6 +1,6 @@
 -- take: leases the heads of open lanes, the smallest keys first.
 -- args     {now ms, owner, lease, limit, ms until which the owner's leases hold if it has never renewed, types or false, repeated}
--- answers  {{{task id, device or '', lane key, type, crashes}, ...}, ms of the next due item or -1};
+-- answers  {{{task id, device or '', lane key, type, crashes, told or ''}, ...}, ms of the next due item or -1};
 --          nil: more has fallen due than one call handles, call again
 -- repeated: an earlier call under this lease got no answer. What it may have taken goes back first, so nothing of it is
 -- lost to an owner that does not know of it.
@@ -57,11 +57,12 @@ for _, head in ipairs(heads_of(types or call('SMEMBERS', TYPES))) do
   local item = record(id)
   if item and item[STATE] == WAITING then
     withdraw(id, item)
-    item[STATE], item[OWNER], item[LEASE] = LEASED, owner, lease
+    local told = item[TOLD] or ''
+    item[STATE], item[OWNER], item[LEASE], item[TOLD] = LEASED, owner, lease, ''
     keep(id, item)
     call('SADD', at .. 'leased:' .. owner, id)
     if item[DEVICE] ~= '' then call('HSET', OUT, item[DEVICE], id) end
-    leased[#leased + 1] = {id, item[DEVICE], item[KEY], item[TYPE], item[CRASHES]}
+    leased[#leased + 1] = {id, item[DEVICE], item[KEY], item[TYPE], item[CRASHES], told}
   else -- the entry is wrong, whatever made it so: without it the next take does not trip over it
     for _, type in ipairs(call('SMEMBERS', TYPES)) do call('ZREM', at .. 'open:' .. type, head) end
   end

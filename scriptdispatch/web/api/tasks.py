@@ -185,7 +185,7 @@ async def task_view(web: Parts, task: Task) -> dict[str, Any]:
 
 
 async def script_of(web: Parts, task: Task) -> Script | None:
-    return (await web.backends.store.scripts([task.script_id]))[0] if task.script_id is not None else None
+    return await web.scripts.get(task.script_id) if task.script_id is not None else None
 
 
 async def get_task(task_id: str, web: Web) -> Response:
