@@ -28,6 +28,9 @@ class Item(Struct, frozen=True, kw_only=True):
 
 
 class Leased(Struct, frozen=True, kw_only=True):
+    """`free`: nobody had the device's lock when it was handed out, and `fence` is the last one known of the device then. A
+    queue that does not see the locks leaves both out."""
+
     """An item in hand. `crashes`: how often a worker died with it in hand, as far as this queue remembers."""
 
     task_id: str
@@ -37,6 +40,8 @@ class Leased(Struct, frozen=True, kw_only=True):
     lease: str  # names this hand-out; a finish or give-back under an older lease does nothing
     crashes: int = 0
     told: str | None = None
+    free: bool = False
+    fence: int | None = None
 
 
 class Place(Struct, frozen=True, kw_only=True):

@@ -178,10 +178,10 @@ def _hand(leased: Sequence[Leased]) -> list[tuple[str, str, str]]:
     return [(item.task_id, item.device_id or "", item.lease) for item in leased]
 
 
-def _leased(lease: str, task_id: str, device_id: str, key: str, kind: str, crashes: int, told: str) -> Leased:
+def _leased(lease: str, task_id: str, device_id: str, key: str, kind: str, crashes: int, told: str, free: int) -> Leased:
     return Leased(
         task_id=task_id, device_id=device_id or None, lane_key=key, type=kind, lease=lease, crashes=crashes,
-        told=told or None,
+        told=told or None, free=free > 0, fence=free - 1 if free > 1 else None,
     )  # fmt: skip
 
 

@@ -47,9 +47,9 @@ def create_app(settings: Settings, backends: Backends, central: CentralControl) 
         redirect_slashes=False,
     )
     app.state.parts = make_parts(settings, backends, central)
-    register(app, [*health.ROUTES, *docs.ROUTES])
-    for module in (tasks, log_routes, devices, cluster, messages, tokens):
+    for module in (tasks, log_routes, devices, cluster, messages, tokens):  # looked through in this order
         register(app, module.ROUTES, API)
+    register(app, [*health.ROUTES, *docs.ROUTES])
     problems.install(app)
     docs.add_schemas(app)
     app.add_middleware(Frame, max_body_bytes=settings.max_body_bytes)

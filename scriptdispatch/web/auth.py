@@ -4,6 +4,7 @@ Without any token the API is open to this machine only. A browser on this machin
 shows, so an open API answers only to names of this machine, and to no request that a browser marks as cross-site.
 """
 
+from functools import lru_cache
 from ipaddress import ip_address
 
 from starlette.requests import Request
@@ -50,6 +51,7 @@ def _check_local(request: Request) -> None:
         raise Refused(403, "forbidden", "no token is configured, so pages of other sites may not ask")
 
 
+@lru_cache(maxsize=64)
 def _is_local(host: str) -> bool:
     """Of a Host header: `localhost:8080`, `127.0.0.1`, `[::1]:8080`."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]

@@ -3,17 +3,19 @@
 Every route of the app is made here from a `Route`; `check` runs at start and refuses an app that has any other.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 from fastapi import Depends, FastAPI
+from fastapi.routing import APIRoute
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from scriptdispatch.services.bodies import Body
 from scriptdispatch.services.fields import all_invalid
-from scriptdispatch.web.parts import Parts
+from scriptdispatch.web.parts import Parts, Web, Who
 
 API = "/api/v1"
 OPEN = "open"  # no token is asked for: health and readiness only
@@ -46,7 +48,40 @@ class Guard:
             raise all_invalid([(name[:100], "no such parameter in this version") for name in unknown])
 
 
+class Direct(APIRoute):
+    """An endpoint that wants no more than the request, our parts, the caller and texts of the path is called without
+    FastAPI's general way of finding out what to give it."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        endpoint: Callable[..., Any] = self.endpoint
+        guard = next(found.dependency for found in self.dependencies if isinstance(found.dependency, Guard))
+        given = [_giver(parameter, self.param_convertors) for parameter in signature(endpoint).parameters.values()]
+        givers = [giver for giver in given if giver is not None]
+        if len(givers) < len(given):
+            return super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            await guard(request)
+            response: Response = await endpoint(*(giver(request) for giver in givers))
+            return response
+
+        return handle
+
+
+def _giver(parameter: Parameter, in_path: Container[str]) -> Callable[[Request], Any] | None:
+    if parameter.annotation is Request:
+        return lambda request: request
+    if parameter.annotation is Web:
+        return lambda request: request.app.state.parts
+    if parameter.annotation is Who:
+        return lambda request: request.state.who
+    if parameter.annotation is str and parameter.name in in_path:
+        return lambda request: request.path_params[parameter.name]
+    return None
+
+
 def register(app: FastAPI, routes: Iterable[Route], prefix: str = "") -> None:
+    app.router.route_class = Direct
     for route in routes:
         app.add_api_route(
             prefix + route.path,

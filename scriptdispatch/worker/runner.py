@@ -6,9 +6,10 @@ only a proof or the deadline ends it. Whatever happens the worker reports the it
 
 import asyncio
 import traceback
+from collections.abc import Coroutine
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,10 +19,10 @@ from scriptdispatch.central.client import CentralControl, PushFailed, PushReques
 from scriptdispatch.central.http import Connection
 from scriptdispatch.central.outcomes import PushAnswer
 from scriptdispatch.domain import lifecycle
-from scriptdispatch.domain.changes import ChangeExecution, InsertExecution
+from scriptdispatch.domain.changes import Applied, ChangeExecution, InsertExecution
 from scriptdispatch.domain.model import Error, Execution, Outcome, Push, Task
 from scriptdispatch.errors import StoreUnavailable, Unavailable
-from scriptdispatch.locks.port import Claim
+from scriptdispatch.locks.port import Claim, Grant
 from scriptdispatch.queue.port import Leased
 from scriptdispatch.services.closing import Closing, applied, item_of
 from scriptdispatch.services.fields import format_time
@@ -35,6 +36,7 @@ from scriptdispatch.worker.prepare import Prepared, Preparer, request_of
 BREAKER_WAIT = timedelta(seconds=5)
 RECORD_TRIES_S = 60.0  # W7: the script is out there, so its record is worth waiting for
 REPOSTS = 3  # only with `central_deduplicates`
+T = TypeVar("T")
 log = logs.get("worker")
 
 
@@ -82,30 +84,69 @@ class Runner:
         after it, or not at all if the queue's entry is fresh and tells it: W4 compares what it says."""
         task = heard(item.told, self._backends.clock.now())
         if item.device_id is None:
-            return await self._look(item, execution_id, task or await self._read(item), None)
-        locking = asyncio.create_task(self._backends.locks.acquire([self._claim(item, execution_id)]))  # first on its way
-        reading = asyncio.create_task(self._read(item)) if task is None else None
-        for job in filter(None, (locking, reading)):
-            job.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard of, though nobody may ask
+            return await self._look(item, execution_id, task or await self._read(item))
+        claim = self._claim(item, execution_id, task.timeout_seconds if task else None)
+        locking = _begin(self._lock(claim))  # first on its way
+        reading = _begin(self._read(item)) if task is None else None
         try:
-            [grant] = await locking
-            await crashpoints.reach("worker.after_W2", item.task_id)
-            if grant.verdict == "rebuilding":
-                return Verdict.WAIT
-            if grant.verdict == "held":
-                assert grant.holder is not None
-                if ids.is_id(grant.holder.value):
-                    return Verdict.GIVE_BACK  # busy at no cost; K3 of the holder opens the lane
-                return await self._foreign_lock(item, grant.holder.value)
-            return await self._look(item, execution_id, await reading if reading else task, grant.fence)
+            if item.free:
+                task = await reading if reading else task
+                if task is not None and _is_due(task, self._backends.clock.now()):
+                    return await self._insert_beside(item, task, claim, locking)
+            grant = await locking
+            if grant.verdict != "granted":
+                return await self._not_granted(item, grant)
+            return await self._look(item, execution_id, await reading if reading else task, grant.fence, claim)
         finally:
             if reading is not None:
                 reading.cancel()
 
+    async def _lock(self, claim: Claim) -> Grant:
+        [grant] = await self._backends.locks.acquire([claim])
+        await crashpoints.reach("worker.after_W2", claim.task_id)
+        return grant
+
+    async def _insert_beside(self, item: Leased, task: Task, claim: Claim, locking: asyncio.Task[Grant]) -> Verdict:
+        """Nobody had the lock when the task was handed out, so W3 need not wait for W2's answer. W4 does: without the lock
+        the row is handed back."""
+        prepared = await self._preparer.prepare(task)
+        row = self._snapshot(task, claim.execution_id, prepared, self._backends.clock.now())
+        [outcome] = await self._backends.store.commit([InsertExecution(execution=row, fence_hint=item.fence)])
+        await crashpoints.reach("worker.after_W3", task.id)
+        try:
+            grant = await locking
+            if grant.verdict == "granted":
+                await self._hold_longer(claim, task)
+        except Unavailable:
+            if outcome.won:
+                await self._undo(row, "the lock service is away")
+            raise
+        if grant.verdict == "granted":
+            return await self._inserted(item, task, row, outcome, prepared)
+        if outcome.won:
+            await self._undo(row, "somebody else has the device's lock")
+        return await self._not_granted(item, grant)
+
+    async def _not_granted(self, item: Leased, grant: Grant) -> Verdict:
+        if grant.verdict == "rebuilding":
+            return Verdict.WAIT
+        assert grant.holder is not None
+        if ids.is_id(grant.holder.value):
+            return Verdict.GIVE_BACK  # busy at no cost; K3 of the holder opens the lane
+        return await self._foreign_lock(item, grant.holder.value)
+
     def _claim(self, item: Leased, execution_id: str, timeout_s: float | None = None) -> Claim:
         assert item.device_id is not None
-        ttl_s = (timeout_s or self._settings.execution_timeout) + self._settings.timeout_grace + LOCK_MARGIN_S
+        ttl_s = self._hold_s(timeout_s or self._settings.execution_timeout)
         return Claim(device_id=item.device_id, execution_id=execution_id, task_id=item.task_id, ttl_s=ttl_s)
+
+    def _hold_s(self, timeout_s: float) -> float:
+        return timeout_s + self._settings.timeout_grace + LOCK_MARGIN_S
+
+    async def _hold_longer(self, claim: Claim, task: Task) -> None:
+        """The lock was asked for before anybody knew how long the script may run."""
+        if (ttl_s := self._hold_s(task.timeout_seconds)) > claim.ttl_s:
+            await self._backends.locks.acquire([msgspec.structs.replace(claim, ttl_s=ttl_s)])
 
     async def _foreign_lock(self, item: Leased, holder: str) -> Verdict:
         """The lock is a person's or another system's: DEVICE_BUSY, which costs a retry."""
@@ -124,7 +165,9 @@ class Runner:
         [task] = await self._backends.store.tasks([item.task_id])
         return task
 
-    async def _look(self, item: Leased, execution_id: str, task: Task | None, fence: int | None) -> Verdict:
+    async def _look(
+        self, item: Leased, execution_id: str, task: Task | None, fence: int | None = None, claim: Claim | None = None
+    ) -> Verdict:
         """Is it to be carried out? "No" counts only if it was read under the lock."""
         if item.device_id is not None and not _is_due(task, self._backends.clock.now()):
             task = await self._read(item)
@@ -138,10 +181,10 @@ class Runner:
             await self._release(item.device_id, execution_id)
             await self._backends.queue.push([item_of(task)])  # too early: an older entry of it
             return Verdict.FINISHED
-        if item.device_id is not None and task.timeout_seconds > self._settings.execution_timeout:
-            await self._backends.locks.acquire([self._claim(item, execution_id, task.timeout_seconds)])
         prepared = await self._preparer.prepare(task)
         row = self._snapshot(task, execution_id, prepared, now)
+        if claim is not None:
+            await self._hold_longer(claim, task)
         return await self._insert(item, task, InsertExecution(execution=row, fence_hint=fence), prepared)
 
     def _snapshot(self, task: Task, execution_id: str, prepared: Prepared, now: datetime) -> Execution:
@@ -170,12 +213,16 @@ class Runner:
         """W3: fence and attempt are given by the store; the device's open execution, if there is one, wins."""
         [outcome] = await self._backends.store.commit([insert])
         await crashpoints.reach("worker.after_W3", task.id)
+        return await self._inserted(item, task, insert.execution, outcome, prepared)
+
+    async def _inserted(self, item: Leased, task: Task, row: Execution, outcome: Applied, prepared: Prepared) -> Verdict:
+        """With the lock in hand."""
         if not outcome.won:
             self._closing.metrics.counts["locks_lost_total"] += 1  # the lock was ours, and the device was not free
-            await self._release(task.device_id, insert.execution.id)
+            await self._release(task.device_id, row.id)
             await self._restore_lock(outcome.holder)
             return Verdict.GIVE_BACK
-        row = msgspec.structs.replace(insert.execution, attempt=outcome.attempt, fencing_token=outcome.fencing_token)
+        row = msgspec.structs.replace(row, attempt=outcome.attempt, fencing_token=outcome.fencing_token)
         try:
             return await self._start(item, task, row, prepared)
         except Unavailable:
@@ -430,6 +477,13 @@ class Runner:
             log.warning("not recorded", task_id=item.task_id, reason=str(away))
             return Verdict.WAIT
         return Verdict.FINISHED
+
+
+def _begin(job: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Its error is heard of, though nobody may ask for it."""
+    begun = asyncio.create_task(job)
+    begun.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return begun
 
 
 def _is_due(task: Task | None, now: datetime) -> bool:

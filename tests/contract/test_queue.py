@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from scriptdispatch.ids import new_id
-from tests.contract.queue_backends import ManualClock, Rig, claim, item
+from tests.contract.queue_backends import ManualClock, RedisRig, Rig, claim, item
 
 pytest_plugins = ["tests.contract.queue_fixtures"]
 
@@ -50,6 +50,31 @@ async def test_what_was_told_of_a_task_is_for_who_takes_it_first(rig: Rig, manua
     await rig.queue.push([replace(pushed, told=None)])
     (anew,) = await rig.queue.take("owner", 1, wait_s=0)
     assert anew.told is None
+
+
+async def test_a_device_counts_as_free_only_if_nobody_has_its_lock(rig: Rig, manual: ManualClock) -> None:
+    """A queue that does not see the locks says nothing of it, and claims nothing."""
+    sees = rig.kind == "redis"
+
+    async def taken(device: str | None) -> tuple[bool, int | None]:
+        await rig.queue.push([item(manual, device)])
+        (leased,) = await rig.queue.take("owner", 1, wait_s=0)
+        await rig.queue.finish([leased])
+        return leased.free, leased.fence
+
+    assert await taken("a") == (sees, None)
+    held = claim("a")
+    await rig.locks.acquire([held])
+    await rig.locks.release([("a", held.execution_id)], fences={"a": 7})
+    assert await taken("a") == (sees, 7 if sees else None)
+    assert await taken(None) == (False, None)
+    await rig.locks.restore([claim("b", "a person", ttl_s=30)])
+    assert await taken("b") == (False, None)
+    manual.advance(31)
+    assert await taken("b") == (sees, None)
+    if isinstance(rig, RedisRig):
+        await rig.client.command("DEL", f"{rig.prefix}{{p0}}:epoch")
+        assert await taken("c") == (False, None), "its locks were lost"
 
 
 async def test_two_tasks_of_a_device_are_never_out_at_a_time(rig: Rig, manual: ManualClock) -> None:

@@ -12,7 +12,9 @@ from msgspec.structs import replace
 from scriptdispatch.central.breaker import Breaker
 from scriptdispatch.central.outcomes import PushAnswer
 from scriptdispatch.domain import lifecycle
-from scriptdispatch.domain.model import Task
+from scriptdispatch.domain.model import Retry, Task
+from scriptdispatch.errors import QueueUnavailable
+from scriptdispatch.locks.port import Claim
 from scriptdispatch.master.recovery import Rescuer
 from scriptdispatch.queue.port import Leased
 from scriptdispatch.services.closing import Closing, item_of
@@ -68,10 +70,10 @@ class Bench:
             self.backends.store, script=script, script_id=script.id, device_id="dev-1", next_run_at=due, **values
         )
 
-    async def leased(self, task: Task, told: str | None = None) -> Leased:
+    async def leased(self, task: Task, told: str | None = None, free: bool = False) -> Leased:
         await self.backends.queue.push([replace(item_of(task), due_at=self.backends.clock.now())])
         [item] = await self.backends.queue.take("node-1", 1, wait_s=1)
-        return replace(item, told=told)
+        return replace(item, told=told, free=free)
 
     async def meanwhile(self, item: Leased, change: Any) -> Verdict:
         """The worker has read the task, somebody changes it, then the lock is granted."""
@@ -225,3 +227,103 @@ async def test_a_task_canceled_since_the_entry_told_it_is_not_pushed_and_its_dev
     assert not await bench.locked()
     [row] = await bench.backends.store.executions_of(task.id)
     assert (row.active, row.outcome) == (False, "handed_back")
+
+
+# --- a device that was free when its task was handed out
+
+
+async def rows(bench: Bench, task: Task) -> list[tuple[bool, str | None]]:
+    return [(row.active, row.outcome) for row in await bench.backends.store.executions_of(task.id)]
+
+
+async def test_the_row_is_inserted_beside_the_lock_and_goes_no_further_without_it(bench: Bench) -> None:
+    task = await bench.task()
+    way = asyncio.create_task(bench.runner.carry_out(await bench.leased(task, free=True)))
+    async with asyncio.timeout(5):
+        while not await bench.backends.store.executions_of(task.id):
+            await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert await rows(bench, task) == [(True, None)]
+    assert (await get_task(bench.backends.store, task.id)).status == "waiting"
+    bench.door.set()
+    assert await way is Verdict.FINISHED
+    assert bench.desk.pushed == [task.id]
+    [row] = await bench.backends.store.executions_of(task.id)
+    assert (await bench.backends.locks.holders(["dev-1"]))["dev-1"].value == row.id
+
+
+@pytest.mark.parametrize(
+    ("holder", "status"), [("01a1f66f-e8bd-7000-84c3-33ddab34e737", "waiting"), ("a person", "failed_waiting_retry")]
+)
+async def test_a_row_whose_lock_somebody_got_first_is_handed_back(bench: Bench, holder: str, status: str) -> None:
+    task = await bench.task(retry=Retry(max_retries=1))
+    item = await bench.leased(task, free=True)
+    await bench.backends.locks.restore([Claim(device_id="dev-1", execution_id=holder, task_id="t", ttl_s=60)])
+    bench.door.set()
+    assert await bench.runner.carry_out(item) is (Verdict.GIVE_BACK if status == "waiting" else Verdict.FINISHED)
+    assert bench.desk.pushed == []
+    assert await rows(bench, task) == [(False, "handed_back")]
+    assert (await get_task(bench.backends.store, task.id)).status == status
+    assert (await bench.backends.locks.holders(["dev-1"]))["dev-1"].value == holder
+
+
+async def test_a_row_whose_lock_service_is_away_is_handed_back_and_one_that_is_being_rebuilt_waits(bench: Bench) -> None:
+    task = await bench.task()
+    item = await bench.leased(task, free=True)
+    acquire = bench.backends.locks.acquire
+
+    async def away(_: Any) -> Any:
+        raise QueueUnavailable("away")
+
+    bench.backends.locks.acquire = away  # type: ignore[method-assign]
+    assert await bench.runner.carry_out(item) is Verdict.WAIT
+    assert await rows(bench, task) == [(False, "handed_back")]
+    assert (await get_task(bench.backends.store, task.id)).status == "waiting"
+    bench.backends.locks.acquire = acquire  # type: ignore[method-assign]
+    bench.door.set()
+    assert await bench.runner.carry_out(item) is Verdict.FINISHED
+    assert bench.desk.pushed == [task.id]
+    assert await rows(bench, task) == [(False, "handed_back"), (True, None)]
+    assert (await get_task(bench.backends.store, task.id)).retry_count == 0
+
+
+async def test_a_device_that_was_not_free_after_all_keeps_its_execution(bench: Bench) -> None:
+    """Its lock was lost: the store's index is the wall, and the lock is set right."""
+    other = await bench.task()
+    _, open_row = await start(bench.backends.store, other)
+    task = await bench.task()
+    item = await bench.leased(task, free=True)
+    bench.door.set()
+    assert await bench.runner.carry_out(item) is Verdict.GIVE_BACK
+    assert await rows(bench, task) == []
+    assert (await bench.backends.locks.holders(["dev-1"]))["dev-1"].value == open_row.id
+
+
+async def test_a_free_device_of_a_task_that_is_not_due_is_freed_again(bench: Bench) -> None:
+    task = await bench.task(next_run_at=bench.backends.clock.now() + timedelta(hours=1))
+    item = await bench.leased(task, free=True)
+    bench.door.set()
+    assert await bench.runner.carry_out(item) is Verdict.FINISHED
+    assert await rows(bench, task) == []
+    assert not await bench.locked()
+
+
+@pytest.mark.parametrize("free", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+async def test_the_lock_holds_for_as_long_as_the_script_may_run(bench: Bench, free: bool, known: bool) -> None:
+    now = bench.backends.clock.now()
+    task = await bench.task(timeout_seconds=7200, created_at=now, updated_at=now)
+    item = await bench.leased(task, told=tell(task) if known else None, free=free)
+    claims: list[Claim] = []
+    acquire = bench.backends.locks.acquire
+
+    async def noted(asked: Any) -> Any:
+        claims.extend(asked)
+        return await acquire(asked)
+
+    bench.backends.locks.acquire = noted  # type: ignore[method-assign]
+    bench.door.set()
+    await bench.runner.carry_out(item)
+    assert len(claims) == (1 if known else 2)
+    assert claims[-1].ttl_s > 7200

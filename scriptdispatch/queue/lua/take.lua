@@ -1,6 +1,7 @@
 -- take: leases the heads of open lanes, the smallest keys first.
 -- args     {now ms, owner, lease, limit, ms until which the owner's leases hold if it has never renewed, types or false, repeated}
--- answers  {{{task id, device or '', lane key, type, crashes, told or ''}, ...}, ms of the next due item or -1};
+-- answers  {{{task id, device or '', lane key, type, crashes, told or '', free}, ...}, ms of the next due item or -1};
+--          free: 1 + the last fence of its device, or 1 if it is not remembered; 0 if somebody has its lock, or may have it;
 --          nil: more has fallen due than one call handles, call again
 -- repeated: an earlier call under this lease got no answer. What it may have taken goes back first, so nothing of it is
 -- lost to an owner that does not know of it.
@@ -45,6 +46,7 @@ if repeated then
     if item and item[LEASE] == lease then give_back(id, item) end
   end
 end
+local intact = call('EXISTS', at .. 'epoch') == 1
 local more = promote(now)
 settle(now)
 if more then
@@ -62,7 +64,8 @@ for _, head in ipairs(heads_of(types or call('SMEMBERS', TYPES))) do
     keep(id, item)
     call('SADD', at .. 'leased:' .. owner, id)
     if item[DEVICE] ~= '' then call('HSET', OUT, item[DEVICE], id) end
-    leased[#leased + 1] = {id, item[DEVICE], item[KEY], item[TYPE], item[CRASHES], told}
+    local free = intact and item[DEVICE] ~= '' and not lock_of(item[DEVICE], now) and 1 + last_fence(item[DEVICE], now)
+    leased[#leased + 1] = {id, item[DEVICE], item[KEY], item[TYPE], item[CRASHES], told, free or 0}
   else -- the entry is wrong, whatever made it so: without it the next take does not trip over it
     for _, type in ipairs(call('SMEMBERS', TYPES)) do call('ZREM', at .. 'open:' .. type, head) end
   end
