@@ -159,14 +159,25 @@ REMEMBERED: Final = Documents(Remembered)
 TOKEN: Final = Documents(Token)
 
 # Ordinary reads of a task leave out what only this store looks at, and the history, which may be long.
-TASK_FIELDS: Final[Document] = {"history": 0, "tail": 0, "op": 0}
+TASK_FIELDS: Final[Document] = {"history": 0, "tail": 0, "unusual": 0, "op": 0}
 EXECUTION_FIELDS: Final[Document] = {"op": 0, "op_stamp": 0, "op_close": 0, "op_lines": 0}
+
+
+# What nearly all tasks have in common is in no index: each of them would pay for it, and nobody finds anything by it.
+# Tasks that differ are found by the texts in `unusual`. These fields never change.
+USUAL: Final = {"type": "script", "priority": "normal"}
+
+
+def unusual_text(name: str, value: str) -> str:
+    return f"{name}={value}"
 
 
 def task_document(insert: InsertTask) -> Document:
     """With its first history row: one document, one atomic insert."""
     document = TASK.to_document(insert.task)
     document["tail"] = insert.task.id[-TAIL:]
+    if unusual := [unusual_text(name, value) for name in USUAL if (value := getattr(insert.task, name)) != USUAL[name]]:
+        document["unusual"] = unusual
     document["history"] = [history_document(insert.history, None)]
     return document
 

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from scriptdispatch.domain.model import EXECUTABLE, STATUSES, phases_ms
-from scriptdispatch.store.mongo_documents import TAIL, label_text
+from scriptdispatch.store.mongo_documents import TAIL, USUAL, label_text, unusual_text
 from scriptdispatch.store.mongo_schema import BY_ID, DATE, DOWN, EXECUTIONS, TASKS, UNDER_WAY, UP
 from scriptdispatch.store.mongo_writes import Database
 from scriptdispatch.store.port import Document, Stats, TaskFilter
@@ -35,6 +35,8 @@ def task_query(where: TaskFilter) -> Query:
     for name in ("type", "priority", "device_id", "error_code", "dedupe_key"):
         if (value := getattr(where, name)) is not None:
             query["error.code" if name == "error_code" else name] = value
+    if unusual := [unusual_text(name, query[name]) for name in USUAL if query.get(name, USUAL[name]) != USUAL[name]]:
+        query["unusual"] = {"$all": unusual}
     if where.labels:
         query["labels"] = {"$all": [label_text(name, value) for name, value in where.labels]}
     if span := _id_span(where):
@@ -48,7 +50,7 @@ def _index_for(where: TaskFilter, query: Document) -> str:
     if where.ids:
         return BY_ID
     walks = (("dedupe_key", "dedupe"), ("labels", "by_label"), ("device_id", "by_device"), ("error.code", "by_error"),
-             ("status", "by_status"), ("type", "by_type"), ("priority", "by_priority"))  # fmt: skip
+             ("status", "by_status"), ("unusual", "by_unusual"))  # fmt: skip
     return next((index for key, index in walks if key in query), BY_ID)
 
 

@@ -100,6 +100,14 @@ def test_a_new_task_has_its_first_history_row_in_the_same_document() -> None:
     assert document["tail"] == "abcdefgh"
 
 
+def test_only_what_is_unusual_in_a_task_is_in_an_index() -> None:
+    def unusual(**values: Any) -> list[str] | None:
+        return task_document(InsertTask(task=task(**values), script=None, history=note("created"))).get("unusual")
+
+    assert unusual() is None
+    assert unusual(priority="high", type="http") == ["type=http", "priority=high"]
+
+
 def line(task: str, execution: str, seq: int | None, content: str = "x", **more: Any) -> LogLine:
     return LogLine(task_id=task, execution_id=execution, seq=seq, time=NOW, stream="stdout", content=content, **more)
 
