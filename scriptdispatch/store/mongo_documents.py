@@ -164,19 +164,19 @@ EXECUTION_FIELDS: Final[Document] = {"op": 0, "op_stamp": 0, "op_close": 0, "op_
 
 
 # What nearly all tasks have in common is in no index: each of them would pay for it, and nobody finds anything by it.
-# Tasks that differ are found by the texts in `unusual`. These fields never change.
+# Tasks that differ are found by the texts in `unusual`, which are made like those of labels. These fields never change.
 USUAL: Final = {"type": "script", "priority": "normal"}
 
 
-def unusual_text(name: str, value: str) -> str:
-    return f"{name}={value}"
+def unusual_texts(values: Mapping[str, str]) -> list[str]:
+    return [label_text(name, values[name]) for name in USUAL if values.get(name, USUAL[name]) != USUAL[name]]
 
 
 def task_document(insert: InsertTask) -> Document:
     """With its first history row: one document, one atomic insert."""
     document = TASK.to_document(insert.task)
     document["tail"] = insert.task.id[-TAIL:]
-    if unusual := [unusual_text(name, value) for name in USUAL if (value := getattr(insert.task, name)) != USUAL[name]]:
+    if unusual := unusual_texts(document):
         document["unusual"] = unusual
     document["history"] = [history_document(insert.history, None)]
     return document

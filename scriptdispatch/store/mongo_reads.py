@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from scriptdispatch.domain.model import EXECUTABLE, STATUSES, phases_ms
-from scriptdispatch.store.mongo_documents import TAIL, USUAL, label_text, unusual_text
+from scriptdispatch.store.mongo_documents import TAIL, label_text, unusual_texts
 from scriptdispatch.store.mongo_schema import BY_ID, DATE, DOWN, EXECUTIONS, TASKS, UNDER_WAY, UP
 from scriptdispatch.store.mongo_writes import Database
 from scriptdispatch.store.port import Document, Stats, TaskFilter
@@ -35,7 +35,7 @@ def task_query(where: TaskFilter) -> Query:
     for name in ("type", "priority", "device_id", "error_code", "dedupe_key"):
         if (value := getattr(where, name)) is not None:
             query["error.code" if name == "error_code" else name] = value
-    if unusual := [unusual_text(name, query[name]) for name in USUAL if query.get(name, USUAL[name]) != USUAL[name]]:
+    if unusual := unusual_texts(query):
         query["unusual"] = {"$all": unusual}
     if where.labels:
         query["labels"] = {"$all": [label_text(name, value) for name, value in where.labels]}
